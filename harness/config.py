@@ -1,0 +1,290 @@
+"""What a trial is made of: the typed config, the knobs that may turn it, and the diffs between two configs.
+
+A config is one frozen value with one canonical JSON text, so that ``3e-4`` and ``0.00030`` are the same config and a
+repeat is recognised as a replicate. Knobs carry dotted names (``optim.learning_rate``), the same in policy files,
+diffs, the ledger and the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from typing_extensions import TypeIs
+
+from harness.errors import BadValue, UnknownKnob
+
+Value = bool | int | float | str
+Diff = Mapping[str, Value]
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+WEIGHT_PREFIX = "sampling.weights."
+
+
+class Section(BaseModel):
+    """A group of hyperparameters; frozen, closed to unknown names, and free of NaN and infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Optim(Section):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and gradient clipping."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=1)]
+    """Peak rate of the schedule."""
+    weight_decay: Annotated[float, Field(ge=0, le=1)]
+    """Decoupled decay, applied to matrices and not to norms."""
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    epsilon: Annotated[float, Field(gt=0, le=1e-2)]
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e4)]
+    """Global norm to which gradients are clipped."""
+
+
+class Schedule(Section):
+    """The learning rate as a function of budget progress: ramp up, hold, decay; every budget anneals fully."""
+
+    shape: Literal["cosine", "linear", "sqrt"]
+    """Form of the decay; ``sqrt`` is 1 - sqrt(x) (Hägele et al., arXiv 2405.18392)."""
+    warmup_fraction: Annotated[float, Field(ge=0, le=0.9)]
+    """Share of the budget that ramps linearly from zero to the peak."""
+    decay_fraction: Fraction
+    """Share of what follows the warm-up that decays; 1 is the classic cosine, 0 holds to the end."""
+    final_rate_fraction: Fraction
+    """Rate at the end, as a share of the peak."""
+
+
+class Batch(Section):
+    """How tokens are grouped; an optimizer step sees per_device × accumulation × sequence_length of them."""
+
+    per_device: Annotated[int, Field(ge=1, le=4096)]
+    """Sequences per forward pass."""
+    accumulation: Annotated[int, Field(ge=1, le=4096)]
+    """Forward passes per optimizer step."""
+    sequence_length: Annotated[int, Field(ge=8, le=131072)]
+    """Tokens per training sequence. Evaluation has its own, sealed context."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step consumes."""
+        return self.per_device * self.accumulation * self.sequence_length
+
+
+class Model(Section):
+    """Shape of a fresh Llama-architecture model; the vocabulary is the study's tokenizer's."""
+
+    depth: Annotated[int, Field(ge=1, le=256)]
+    """Transformer blocks."""
+    width: Annotated[int, Field(ge=8, le=65536)]
+    """Size of the residual stream."""
+    heads: Annotated[int, Field(ge=1, le=512)]
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)]
+
+    @property
+    def feedforward_width(self) -> int:
+        """Inner size of the gated feed-forward: 8/3 of the width (Shazeer, arXiv 2002.05202), rounded up to 16s."""
+        return math.ceil(self.width * 8 / 3 / 16) * 16
+
+    def parameters(self, vocabulary: int) -> int:
+        """Return the parameter count with tied embeddings, without building the model: budgets in flops need it."""
+        block = 4 * self.width**2 + 3 * self.width * self.feedforward_width + 2 * self.width
+        return vocabulary * self.width + self.depth * block + self.width
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(
+                f"model.width {self.width} does not give model.heads {self.heads} an even head size"
+                " (rotary embeddings need one): choose a width that is a multiple of 2 × heads"
+            )
+        return self
+
+
+class SourceWeight(Section):
+    """Relative weight of one source in the training stream."""
+
+    source: str
+    weight: Annotated[float, Field(ge=0, le=1e6)]
+
+
+class Sampling(Section):
+    """Which training documents are seen, and in what order."""
+
+    fraction: Annotated[float, Field(gt=0, le=1)]
+    """Share of the training documents, nested by content hash: a smaller share is a subset of a larger one."""
+    order: Literal["shuffled", "short_to_long"]
+    weights: tuple[SourceWeight, ...] = ()
+    """Empty: every source in proportion to its size."""
+
+    @field_validator("weights")
+    @classmethod
+    def _sorted_and_unique(cls, weights: tuple[SourceWeight, ...]) -> tuple[SourceWeight, ...]:
+        names = [weight.source for weight in weights]
+        if len(set(names)) != len(names):
+            raise ValueError(f"sampling.weights names a source twice: {', '.join(sorted(names))}")
+        if weights and not any(weight.weight > 0 for weight in weights):
+            raise ValueError("sampling.weights are all zero: at least one source must be read")
+        return tuple(sorted(weights, key=lambda weight: weight.source))
+
+
+class TrialConfig(Section):
+    """All hyperparameters of a trial. Seed, budget and evaluation are no part of it: they belong to the study."""
+
+    optim: Optim
+    schedule: Schedule
+    batch: Batch
+    model: Model
+    sampling: Sampling
+    precision: Literal["fp32", "bf16"]
+    """Arithmetic of the forward and backward passes; master weights stay in fp32."""
+
+    def canonical_json(self) -> str:
+        """Return the one text that stands for this config."""
+        return json.dumps(flatten(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, in hexadecimal: the identity of the config."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+
+def flatten(config: TrialConfig) -> dict[str, Value]:
+    """Return the config as knob names and values, e.g. ``{"optim.learning_rate": 0.0003, ...}``, in a fixed order."""
+    flat: dict[str, Value] = {}
+    for name, section in config.model_dump().items():
+        if not isinstance(section, dict):
+            flat[name] = section
+            continue
+        for key, value in section.items():
+            if key == "weights":
+                flat |= {WEIGHT_PREFIX + item["source"]: item["weight"] for item in value}
+            else:
+                flat[f"{name}.{key}"] = value
+    return dict(sorted(flat.items()))
+
+
+def unflatten(flat: Mapping[str, Value]) -> TrialConfig:
+    """Return the config that ``flatten`` would turn into ``flat``; `BadValue` names what does not fit."""
+    nested: dict[str, Any] = {}
+    weights: list[dict[str, Any]] = []
+    for name, value in flat.items():
+        section, dot, key = name.partition(".")
+        if name.startswith(WEIGHT_PREFIX):
+            weights.append({"source": name.removeprefix(WEIGHT_PREFIX), "weight": value})
+        elif dot:
+            nested.setdefault(section, {})[key] = value
+        else:
+            nested[name] = value
+    if weights:
+        nested.setdefault("sampling", {})["weights"] = weights
+    try:
+        return TrialConfig.model_validate(nested)
+    except ValidationError as error:
+        raise BadValue(f"not a trial config: {explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """Say in one line what pydantic found wrong, each item with its dotted name and the offending value."""
+    parts = []
+    for item in error.errors(include_url=False):
+        name = ".".join(str(part) for part in item["loc"])
+        said = str(item["msg"]).removeprefix("Value error, ")
+        scalar = isinstance(item["input"], bool | int | float | str)
+        parts.append(f"{name} = {item['input']!r}: {said}" if name and scalar else f"{name}: {said}" if name else said)
+    return "; ".join(parts)
+
+
+def apply(config: TrialConfig, diff: Diff) -> TrialConfig:
+    """Return ``config`` with the knobs of ``diff`` turned; `UnknownKnob` or `BadValue` say what does not fit."""
+    flat = flatten(config)
+    for name in diff:
+        if name not in flat and not name.startswith(WEIGHT_PREFIX):
+            raise UnknownKnob(f"unknown knob {name!r}{nearest(name, flat)}")
+    return unflatten(flat | dict(diff))
+
+
+def difference(parent: TrialConfig, child: TrialConfig) -> dict[str, Value]:
+    """Return the smallest diff that turns ``parent`` into ``child``."""
+    before = flatten(parent)
+    return {name: value for name, value in flatten(child).items() if before.get(name) != value}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean …?`` for the known name closest to a mistyped one, or nothing."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not close:
+        tails = {candidate.rpartition(".")[2]: candidate for candidate in known}
+        close = [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.6)]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class Knob(BaseModel):
+    """One hyperparameter that a policy lets the search turn: its type, bounds, scale, default and what to watch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+    type: Literal["float", "int", "choice"]
+    low: float | None = None
+    high: float | None = None
+    scale: Literal["linear", "log"] = "linear"
+    choices: tuple[Value, ...] = ()
+    """Allowed values of a ``choice``, in their natural order where they have one."""
+    default: Value
+    when: dict[str, Value] = Field(default_factory=dict)
+    """Other knobs' values under which this one has a meaning; empty: always."""
+    watch: str
+    """What to look at to know whether turning it worked."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.type == "choice":
+            if len(self.choices) < 2 or self.low is not None or self.high is not None:
+                raise ValueError(
+                    f"knob {self.name}: a choice needs at least two `choices` and neither `low` nor `high`"
+                )
+        else:
+            if self.low is None or self.high is None or not self.low < self.high or self.choices:
+                raise ValueError(f"knob {self.name}: a {self.type} needs `low` < `high` and no `choices`")
+            if self.scale == "log" and self.low <= 0:
+                raise ValueError(f"knob {self.name}: a log scale needs `low` above 0, not {self.low:g}")
+        self.check(self.default)
+        return self
+
+    def check(self, value: object) -> Value:
+        """Return ``value`` in the knob's own type, or raise `BadValue` with the bounds."""
+        match self.type:
+            case "choice":
+                for choice in self.choices:
+                    if type(choice) is type(value) and choice == value:
+                        return choice
+                    if _is_number(choice) and _is_number(value) and choice == value:
+                        return choice
+                raise BadValue(f"{self.name} = {value!r} is not one of {', '.join(map(repr, self.choices))}")
+            case "int" | "float":
+                return self._number(value)
+
+    def _number(self, value: object) -> Value:
+        if not _is_number(value) or not math.isfinite(value):
+            raise BadValue(f"{self.name} = {value!r} is not a finite number")
+        if self.type == "int" and value != int(value):
+            raise BadValue(f"{self.name} = {value!r} is not a whole number")
+        assert self.low is not None
+        assert self.high is not None
+        if not self.low <= value <= self.high:
+            raise BadValue(f"{self.name} = {value!r} is outside {self.low:g} to {self.high:g}")
+        return int(value) if self.type == "int" else float(value)
+
+    def is_active(self, flat: Mapping[str, Value]) -> bool:
+        """Tell whether the knob has a meaning in a config, given flattened."""
+        return all(flat.get(name) == value for name, value in self.when.items())
+
+
+def _is_number(value: object) -> TypeIs[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,137 @@
+"""The only file that knows what lies where in a study folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNS = Path("runs")
+"""Studies lie here, in the current folder."""
+SPLITS = ("train", "probe", "val", "holdout")
+
+
+def cache_folder(runs: Path) -> Path:
+    """Return where encoded data is shared between the studies under ``runs``."""
+    return runs / ".cache"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPaths:
+    """Files of one trial. ``train`` is all that its training child may write."""
+
+    root: Path
+
+    @property
+    def config_json(self) -> Path:
+        """The resolved config, seed and budget, written by the driver for people."""
+        return self.root / "config.json"
+
+    @property
+    def curve_jsonl(self) -> Path:
+        """The learning curve, written by the driver as points arrive."""
+        return self.root / "curve.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """Output of the training child, then of the scoring child, as bytes."""
+        return self.root / "log.txt"
+
+    @property
+    def train(self) -> Path:
+        """Working folder of the training child."""
+        return self.root / "train"
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the trained model in the standard layout, safetensors inside."""
+        return self.train / "model"
+
+    @property
+    def score(self) -> Path:
+        """Working folder of the scoring child."""
+        return self.root / "score"
+
+
+@dataclass(frozen=True, slots=True)
+class StudyPaths:
+    """Files of one study."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """The study's name is its folder's."""
+        return self.root.name
+
+    @property
+    def study_toml(self) -> Path:
+        """What the owner asked for."""
+        return self.root / "study.toml"
+
+    @property
+    def policy_toml(self) -> Path:
+        """The policy, copied here and sealed."""
+        return self.root / "policy.toml"
+
+    @property
+    def program_md(self) -> Path:
+        """What the owner tells the model; may change."""
+        return self.root / "program.md"
+
+    @property
+    def seal_json(self) -> Path:
+        """Digests of everything a score depends on."""
+        return self.root / "seal.json"
+
+    @property
+    def ledger(self) -> Path:
+        """The SQLite file."""
+        return self.root / "ledger.db"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one driver of the study."""
+        return self.root / "driver.lock"
+
+    @property
+    def inbox(self) -> Path:
+        """Requests from outside (hand proposals, pause, stop), published whole, taken in by the driver."""
+        return self.root / "inbox"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Tokenizer folder in the transformers layout."""
+        return self.root / "data" / "tokenizer"
+
+    def split(self, name: str) -> Path:
+        """Folder of one split's token arrays."""
+        return self.root / "data" / name
+
+    @property
+    def data_report(self) -> Path:
+        """What was read, dropped and why, as JSON."""
+        return self.root / "data" / "report.json"
+
+    @property
+    def trials(self) -> Path:
+        """One folder per trial."""
+        return self.root / "trials"
+
+    def trial(self, trial: int) -> TrialPaths:
+        """Files of one trial."""
+        return TrialPaths(self.trials / f"{trial:05d}")
+
+    @property
+    def lineage(self) -> Path:
+        """Published checkpoints of kept proposals and of the baseline."""
+        return self.root / "lineage"
+
+    @property
+    def replay(self) -> Path:
+        """Full runs of the best lineage."""
+        return self.root / "replay"
+
+    @property
+    def report_html(self) -> Path:
+        """The report."""
+        return self.root / "report.html"

@@ -1,0 +1,334 @@
+"""The values that a search passes along, in order of appearance: proposal, trial, outcome, verdict, history, proposer.
+
+A failing job is a value (`Failed`), a failing harness is an exception. A failed trial has no score: ``None`` and a
+reason, never a number. Lower scores are better; a ``difference`` is candidate minus incumbent, so negative is better.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from harness.config import Knob, TrialConfig, Value
+
+BASELINE = 0
+"""The lineage node that every search starts from; proposals are numbered from 1."""
+
+
+class Record(BaseModel):
+    """A frozen value that crosses a boundary: a process, a file or a model's reply."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+# --- proposals ---------------------------------------------------------------------------------------------------
+
+
+class Proposal(Record):
+    """What a proposer wants tried next, and what it expects of it."""
+
+    diff: dict[str, Value]
+    """Knobs to turn, by dotted name. Never the seed, the budget or the evaluation."""
+    source: str
+    """Which proposer made it: ``rules``, ``sampler``, ``random``, ``hand``, …"""
+    rationale: str
+    watch: str
+    """What to look at to know whether it works."""
+    parent: int | None = None
+    """Lineage node to branch from; None: the incumbent of the moment it starts."""
+    model: str | None = None
+    """Model id, if a language model made it."""
+    predicted_change: float | None = None
+    """Expected difference of the study's metric against the parent; negative is better."""
+    confidence: Annotated[float, Field(ge=0, le=1)] | None = None
+    tokens: Annotated[int, Field(ge=0)] | None = None
+    """Tokens billed for it; None where no model was asked."""
+    cost_usd: Annotated[float, Field(ge=0)] | None = None
+    latency_seconds: Annotated[float, Field(ge=0)] | None = None
+
+
+class ProposalState(StrEnum):
+    """Where a proposal stands."""
+
+    QUEUED = "queued"
+    REFUSED = "refused"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    RUNNING = "running"
+    DECIDED = "decided"
+
+
+# --- trials ------------------------------------------------------------------------------------------------------
+
+
+class Role(StrEnum):
+    """Why a trial runs."""
+
+    REFERENCE = "reference"
+    """The untrained base model, scored."""
+    BASELINE = "baseline"
+    SCREEN = "screen"
+    """A proposal's first trial."""
+    REPLICATE = "replicate"
+    """A proposal's or the incumbent's config with another seed, to confirm."""
+    CONTROL = "control"
+    """The incumbent again, to tell drift of the machine from a worse config."""
+    CANARY = "canary"
+    """The baseline again after failures in a row: is it the configs or the machine?"""
+    REPAIR = "repair"
+    """A config that ran out of memory, with half the per-device batch and twice the accumulation."""
+    FINAL = "final"
+
+
+class TrialState(StrEnum):
+    """How a trial stands or ended. Only `SCORED` has a score."""
+
+    RUNNING = "running"
+    SCORED = "scored"
+    STOPPED = "stopped"
+    """Ended early because it could not win: censored, no score."""
+    OUT_OF_MEMORY = "out_of_memory"
+    DIVERGED = "diverged"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed_out"
+    INTERRUPTED = "interrupted"
+    """Ended by the owner; the same config and seed run again later."""
+    LOST = "lost"
+    """Its process vanished with the driver or the machine; the same config and seed run again."""
+    INVALID = "invalid"
+    """It could not count: budget eaten by a single step, logits that are no prediction, changed weights."""
+
+
+FAILURES = frozenset(
+    {TrialState.OUT_OF_MEMORY, TrialState.DIVERGED, TrialState.CRASHED, TrialState.TIMED_OUT, TrialState.INVALID}
+)
+"""States that say something about the config (or the machine); interrupted and lost trials say nothing."""
+
+
+class CurvePoint(Record):
+    """One point of a trial's learning curve."""
+
+    progress: Annotated[float, Field(ge=0)]
+    """Share of the budget spent; may pass 1 by half a step."""
+    seconds: Annotated[float, Field(ge=0)]
+    """Budgeted training time so far."""
+    step: Annotated[int, Field(ge=0)]
+    train_loss: float | None
+    """Nats per token, mean since the last point."""
+    probe_bits_per_byte: float | None
+    learning_rate: float | None
+    gradient_norm: float | None
+    """Global norm before clipping, at the last step."""
+
+
+class Trained(Record):
+    """A training job that ended well. Self-reported by the training child; never a score."""
+
+    steps: int
+    tokens: int
+    parameters: int
+    train_seconds: float
+    warmup_seconds: float
+    """Throw-away passes before the budget starts."""
+    wall_seconds: float
+    peak_memory_bytes: int | None
+    device: str
+
+
+class Scored(Record):
+    """What the scoring child found for saved weights."""
+
+    nats: float
+    """Sum over all scored tokens."""
+    bytes: int
+    """UTF-8 bytes of the scored text."""
+    tokens: int
+    document_nats: tuple[float, ...]
+    """Nats per document, in the order of the split."""
+    score_seconds: float
+
+
+class Failed(Record):
+    """A job that did not end well: an outcome, not an exception."""
+
+    state: TrialState
+    error_class: str
+    error_text: str
+    """One or a few sentences; the whole trace is in the trial's log."""
+    steps: int | None = None
+    train_seconds: float | None = None
+    wall_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One row of the ledger's ``trials``: one config, one seed, one budget, and how it ended."""
+
+    id: int
+    proposal: int | None
+    """None for trials of the baseline itself."""
+    role: Role
+    state: TrialState
+    config: TrialConfig
+    seed: int
+    replicate: int
+    """0 for a config's first seed, then 1, 2, …"""
+    epoch: int
+    """Counts changes of the machine; only results of one epoch are compared."""
+    budget: str
+    """Canonical text, e.g. ``300s``."""
+    score: float | None = None
+    """In the study's metric; None unless `state` is ``scored``."""
+    perplexity: float | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    parameters: int | None = None
+    train_seconds: float | None = None
+    warmup_seconds: float | None = None
+    score_seconds: float | None = None
+    wall_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    device: str | None = None
+    sandbox: str | None = None
+    seal: str | None = None
+    error_class: str | None = None
+    error_text: str | None = None
+    checkpoint_digest: str | None = None
+    started: datetime.datetime | None = None
+    ended: datetime.datetime | None = None
+    curve: tuple[CurvePoint, ...] = ()
+
+
+class JudgeRules(Record):
+    """When a change is kept; part of the policy, and sealed with it."""
+
+    max_replicates: Annotated[int, Field(ge=2, le=64)] = 8
+    """Most confirmation runs of one candidate."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """Share of nights of 100 proposals without any true effect in which nothing is kept."""
+    control_every: Annotated[int, Field(ge=0)] = 0
+    """Run the incumbent again after this many proposals; 0: never."""
+
+
+# --- verdicts ----------------------------------------------------------------------------------------------------
+
+
+class Decision(StrEnum):
+    """What the judge decided about a proposal."""
+
+    KEPT = "kept"
+    DISCARDED = "discarded"
+    INCONCLUSIVE = "inconclusive"
+    """Not proven either way within ``max_replicates``; the incumbent stays."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The judge's decision with the numbers behind it."""
+
+    decision: Decision
+    difference: float | None
+    """Candidate minus incumbent on fresh seeds, without the screening run; None if nothing was scored."""
+    standard_error: float | None
+    probability: float | None
+    """One-sided p-value: how likely a difference at least this good is if the change does nothing."""
+    replicates: int
+    """Scored confirmation runs of the candidate."""
+    reason: str
+    """One sentence for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """Standard deviation of one trial across seeds, pooled over groups of replicates."""
+
+    standard_deviation: float
+    degrees_of_freedom: int
+
+
+# --- history -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """A node of the lineage and how well it is known: the mean of its replicates, never the luckiest."""
+
+    node: int
+    parent: int | None
+    """None for the baseline."""
+    diff: Mapping[str, Value]
+    """Against the parent."""
+    config: TrialConfig
+    scores: Mapping[int, float]
+    """Replicate number to score; a kept proposal's screening run is left out."""
+    trial: int | None
+    """Trial whose checkpoint stands for it."""
+
+    @property
+    def score(self) -> float | None:
+        """Mean of the replicates, or None before the first one."""
+        return sum(self.scores.values()) / len(self.scores) if self.scores else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """A proposal with what became of it."""
+
+    number: int
+    proposal: Proposal
+    state: ProposalState
+    reason: str | None
+    """Why it was refused, stale or a duplicate."""
+    parent: int | None
+    """Lineage node it was run against; None before it starts."""
+    config: TrialConfig | None
+    """Resolved config; None if it never became one."""
+    verdict: Verdict | None
+    trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Everything a proposer is given: no path, no ledger, no holdout."""
+
+    study: str
+    task: str
+    metric: str
+    budget: str
+    seed: int
+    """Of the study. A proposer's own randomness is a function of this and of `next_number` only."""
+    next_number: int
+    """Number that the next proposal will get."""
+    knobs: Mapping[str, Knob]
+    max_changes: int
+    minimum_steps: int
+    """Optimizer steps that a config must reach in the budget, where that is known before it runs."""
+    baseline: Standing | None
+    """None until its first replicate is scored."""
+    incumbent: Standing | None
+    lineage: tuple[Standing, ...]
+    noise: Noise | None
+    past: tuple[Past, ...]
+    """All proposals in the order of their numbers, queued and running ones included."""
+    device: str | None = None
+    insights: tuple[str, ...] = field(default=())
+
+
+class Proposer(Protocol):
+    """Makes proposals from a history. Deterministic given the history, except where it asks a language model."""
+
+    name: str
+
+    def propose(self, history: History, count: int) -> Sequence[Proposal]:
+        """Return one to ``count`` proposals, or none if it has nothing left to say."""
+        ...
+
+    def close(self) -> None:
+        """Let go of processes and connections; calling it twice is harmless."""
+        ...

@@ -1,0 +1,1 @@
+"""From the ledger to what people read: tables, pictures, one HTML page."""
