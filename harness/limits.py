@@ -71,3 +71,34 @@ def reached(
     return None
 
 
+
+
+def driver_seconds(events: Sequence[Event], trials: Sequence[Trial]) -> float:
+    """Return how long drivers of this study ran, all runs together, in seconds.
+
+    A run that ended by itself booked its time. One that was killed left no end: it counts up to the last thing that
+    it wrote before the next one began.
+    """
+    total = 0.0
+    began: datetime.datetime | None = None
+    stamps = sorted(
+        [event.at for event in events] + [stamp for trial in trials for stamp in (trial.started, trial.ended) if stamp]
+    )
+    for event in events:
+        if event.kind == "run_began":
+            if began is not None:
+                total += _until_last(began, event.at, stamps)
+            began = event.at
+        elif event.kind == "run_ended" and event.data is not None:
+            total += float(event.data["seconds"])
+            began = None
+    if began is not None:
+        total += _until_last(began, None, stamps)
+    return total
+
+
+def _until_last(
+    began: datetime.datetime, next_began: datetime.datetime | None, stamps: Sequence[datetime.datetime]
+) -> float:
+    own = [stamp for stamp in stamps if stamp >= began and (next_began is None or stamp < next_began)]
+    return (own[-1] - began).total_seconds() if own else 0.0
