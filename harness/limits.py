@@ -71,8 +71,6 @@ def reached(
     return None
 
 
-
-
 def driver_seconds(events: Sequence[Event], trials: Sequence[Trial]) -> float:
     """Return how long drivers of this study ran, all runs together, in seconds.
 

@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import signal
-import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from types import FrameType
 from typing import Any, assert_never
 
 from frozen.timer import Budget
+
 from harness import checkpoints, disk, inbox
 from harness.config import TrialConfig, flatten
 from harness.errors import StoppedEarly
@@ -39,7 +39,6 @@ from harness.records import (
     Failed,
     History,
     Past,
-    Proposal,
     ProposalState,
     Proposer,
     Role,
@@ -280,7 +279,7 @@ class _Loop:
             past = self.reader.proposal(past.number)
 
     def decide(self, past: Past, verdict: Verdict, incumbent: Standing) -> None:
-        """Publish first, then close in one transaction: a checkpoint may lack its row for a moment, never the reverse."""
+        """Publish, then close in one transaction: a checkpoint may lack its row for a moment, never the reverse."""
         node = None
         if verdict.decision is Decision.KEPT:
             trial = self.first_replicate(past)

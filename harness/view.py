@@ -11,23 +11,23 @@ class View(Protocol):
     """Receives events in the driver's main thread; must not block and must not raise."""
 
     def say(self, text: str) -> None:
-        """One sentence worth a line: what to expect, a pause, an outage, the end."""
+        """Print one sentence: what to expect, a pause, an outage, the end."""
         ...
 
     def trial_began(self, trial: Trial) -> None:
-        """A trial's row exists and its job is about to start."""
+        """Announce a trial whose row exists and whose job is about to start."""
         ...
 
     def point(self, trial: int, point: CurvePoint) -> None:
-        """A point of the running trial's learning curve."""
+        """Draw a point of the running trial's learning curve."""
         ...
 
     def trial_ended(self, trial: Trial) -> None:
-        """A trial's row is closed."""
+        """Tell how a trial ended; its row is closed."""
         ...
 
     def decided(self, past: Past) -> None:
-        """A proposal is decided, refused, stale or a duplicate."""
+        """Tell what became of a proposal: decided, refused, stale or a duplicate."""
         ...
 
 
