@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.records import Trial, TrialState
+from harness.rows import Event
 
 UNCOUNTED = frozenset({TrialState.LOST, TrialState.INTERRUPTED})
 """These run again: counting them would charge the owner for a power cut."""
@@ -39,7 +40,11 @@ def counted(trials: Sequence[Trial]) -> int:
 
 def expected_seconds(trials: Sequence[Trial]) -> float | None:
     """Return how long the next trial will probably take, start to score; None before the first one ended."""
-    walls = [trial.wall_seconds for trial in trials if trial.wall_seconds is not None]
+    walls = [
+        (trial.ended - trial.started).total_seconds()
+        for trial in trials
+        if trial.started is not None and trial.ended is not None and trial.state not in UNCOUNTED
+    ]
     return statistics.median(walls[-RECENT:]) if walls else None
 
 
@@ -80,14 +85,15 @@ def driver_seconds(events: Sequence[Event], trials: Sequence[Trial]) -> float:
     total = 0.0
     began: datetime.datetime | None = None
     stamps = sorted(
-        [event.at for event in events] + [stamp for trial in trials for stamp in (trial.started, trial.ended) if stamp]
+        [event.created for event in events]
+        + [stamp for trial in trials for stamp in (trial.started, trial.ended) if stamp]
     )
     for event in events:
         if event.kind == "run_began":
             if began is not None:
-                total += _until_last(began, event.at, stamps)
-            began = event.at
-        elif event.kind == "run_ended" and event.data is not None:
+                total += _until_last(began, event.created, stamps)
+            began = event.created
+        elif event.kind == "run_ended":
             total += float(event.data["seconds"])
             began = None
     if began is not None:
