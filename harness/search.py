@@ -19,15 +19,15 @@ from typing import Any, assert_never
 
 from frozen.timer import Budget
 
-from harness import checkpoints, disk, inbox
+from harness import checkpoints, inbox
 from harness.config import TrialConfig, flatten
 from harness.errors import StoppedEarly
 from harness.expectations import expectations
-from harness.jobs.job import ScoreJob, TrainJob
-from harness.launch import Launcher, sweep
-from harness.ledger import Ending, Ledger, NewNode
+from harness.launch import Launcher
+from harness.ledger import Ledger
 from harness.limits import Limits, driver_seconds, expected_seconds, reached
 from harness.locks import device_lock, driver_lock
+from harness.orders import score_order, train_order
 from harness.paths import TrialPaths
 from harness.policy import Refusal
 from harness.proposers import load_proposer
@@ -49,6 +49,8 @@ from harness.records import (
     TrialState,
     Verdict,
 )
+from harness.recovery import recover
+from harness.rows import Ending, NewNode
 from harness.study import Study
 from harness.view import View
 from harness.walk import Repair, Run, consecutive_failures, inconclusive, next_step
@@ -140,7 +142,7 @@ class _Loop:
         except _Ended as ended:
             stopped = ended.stopped
         except StoppedEarly as early:
-            self.ledger.event("paused", str(early), None)
+            self.ledger.event("paused", str(early))
             stopped = Stopped(reason=str(early), exit_code=early.exit_code)
         finally:
             seconds = time.monotonic() - self.began_seconds
@@ -156,7 +158,7 @@ class _Loop:
             if step is not None:
                 self.baseline_trial(step)
                 continue
-            past = self.reader.running_proposal() or self.next_proposal()
+            past = next(iter(self.reader.running()), None) or self.next_proposal()
             if past is None:
                 return Stopped(reason=self.exhausted(), exit_code=0)
             if past.state is ProposalState.RUNNING:
@@ -165,24 +167,17 @@ class _Loop:
 
     def recover(self) -> None:
         """Close what a dead driver left open, and make sure that its processes are gone."""
-        killed = sweep(self.study.mark)
-        for trial in self.reader.open_trials():
-            lost = Failed(
-                state=TrialState.LOST,
-                error_class="DriverDied",
-                error_text="its driver ended without closing it; the same config and seed run again",
-            )
-            self.ledger.close_trial(trial.id, Ending.of_failure(lost))
+        recover(self.study.mark, self.ledger, self.reader)
         self.earlier_seconds = driver_seconds(self.reader.events(), self.reader.trials())
-        if killed:
-            self.ledger.event("swept", f"{killed} processes of a dead driver were killed", {"processes": killed})
 
     # --- baseline ---
 
     def baseline_step(self) -> Run | None:
         """Return the baseline's next trial, or None when it has enough replicates."""
         trials = self.reader.trials()
-        scores = self.reader.scores_of(self.study.baseline)
+        scores = self.baseline_scores()
+        if scores and self.reader.baseline() is None:
+            self.seat_baseline()
         for replicate in range(BASELINE_REPLICATES):
             if replicate not in scores:
                 return Run(role=Role.BASELINE, config=self.study.baseline, replicate=replicate, proposal=None)
@@ -200,10 +195,23 @@ class _Loop:
                 f"the {step.role.value} failed: trial {trial.id} ended {trial.state.value} ({trial.error_text});"
                 f" see {self.study.paths.trial(trial.id).log}"
             )
-        if self.reader.baseline() is None:
-            digest = checkpoints.publish(self.study.paths, trial.id, BASELINE)
-            self.ledger.seat_baseline(step.config, trial.id, digest)
-        self.prune()
+
+    def seat_baseline(self) -> None:
+        """Make the baseline's first replicate the root of the lineage; after a crash as well as right away."""
+        first = next(t for t in self.reader.trials() if t.config == self.study.baseline and t.score is not None)
+        digest = checkpoints.publish(self.study.paths, first.id, BASELINE, expected=first.checkpoint_digest)
+        self.ledger.seat_baseline(first.config, first.id, digest)
+
+    def baseline_scores(self) -> dict[int, float]:
+        """Return the baseline's scores by replicate; its first trial is scored before it is seated."""
+        return {
+            trial.replicate: trial.score
+            for trial in self.reader.trials()
+            if trial.score is not None
+            and trial.config == self.study.baseline
+            and trial.budget == str(self.study.budget)
+            and trial.epoch == self.reader.epoch()
+        }
 
     # --- proposals ---
 
@@ -283,10 +291,8 @@ class _Loop:
         node = None
         if verdict.decision is Decision.KEPT:
             trial = self.first_replicate(past)
-            digest = checkpoints.publish(self.study.paths, trial.id, past.number)
-            assert past.config is not None
-            assert past.parent is not None
-            node = NewNode(node=past.number, parent=past.parent, trial=trial.id, config=past.config, digest=digest)
+            digest = checkpoints.publish(self.study.paths, trial.id, past.number, expected=trial.checkpoint_digest)
+            node = NewNode(trial=trial.id, checkpoint_digest=digest)
         self.ledger.decide(past.number, verdict, node)
         self.decided += 1
         self.view.decided(self.reader.proposal(past.number))
@@ -322,9 +328,9 @@ class _Loop:
         _write_order(paths, step.config, seed, self.study.budget)
         self.view.trial_began(self.reader.trial(number))
         points: list[CurvePoint] = []
-        began = time.monotonic()
-        ending = self.train_and_score(step.config, seed, paths, number, points)
-        ending = dataclasses.replace(ending, curve=tuple(points), wall_seconds=time.monotonic() - began)
+        ending = dataclasses.replace(
+            self.train_and_score(step.config, seed, paths, number, points), curve=tuple(points)
+        )
         self.ledger.close_trial(number, ending)
         trial = self.reader.trial(number)
         self.view.trial_ended(trial)
@@ -343,7 +349,7 @@ class _Loop:
             self.view.point(number, point)
 
         trained = self.launcher.run(
-            self.train_job(config, seed, paths),
+            train_order(self.study, config, seed=seed, budget=self.study.budget, folder=paths.train),
             log=paths.log,
             deadline_seconds=self.deadline_seconds(),
             on_point=on_point,
@@ -351,53 +357,26 @@ class _Loop:
         )
         if not isinstance(trained, Trained):
             assert isinstance(trained, Failed)
-            return Ending.of_failure(trained)
+            return Ending.of_failed(trained)
         checkpoint = checkpoints.digest_of(paths.weights)
         self.study.seal.verify(thorough=False)
         scored = self.launcher.run(
-            self.score_job(config, paths),
+            score_order(self.study, config, weights=paths.weights, split="val"),
             log=paths.log,
             deadline_seconds=self.deadline_seconds(),
             should_stop=self.should_stop,
         )
         if not isinstance(scored, Scored):
             assert isinstance(scored, Failed)
-            return Ending.of_failure(scored, trained=trained)
+            return Ending.of_failed(scored, trained=trained)
         if checkpoints.digest_of(paths.weights) != checkpoint:
             changed = Failed(
                 state=TrialState.INVALID,
                 error_class="WeightsChanged",
                 error_text="the weights changed while they were being scored",
             )
-            return Ending.of_failure(changed, trained=trained)
-        return Ending.of_score(trained, scored, checkpoint_digest=checkpoint)
-
-    def train_job(self, config: TrialConfig, seed: int, paths: TrialPaths) -> TrainJob:
-        study = self.study
-        return TrainJob(
-            config=config,
-            seed=seed,
-            budget=str(study.budget),
-            train=study.paths.split("train").resolve(),
-            probe=study.paths.split("probe").resolve(),
-            tokenizer=study.paths.tokenizer.resolve(),
-            folder=paths.train.resolve(),
-            evaluation=study.evaluation,
-            device=study.device,
-            threads=study.threads,
-        )
-
-    def score_job(self, config: TrialConfig, paths: TrialPaths) -> ScoreJob:
-        study = self.study
-        return ScoreJob(
-            config=config,
-            weights=paths.weights.resolve(),
-            split=study.paths.split("val").resolve(),
-            tokenizer=study.paths.tokenizer.resolve(),
-            evaluation=study.evaluation,
-            device=study.device,
-            threads=study.threads,
-        )
+            return Ending.of_failed(changed, trained=trained)
+        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=checkpoint)
 
     def deadline_seconds(self) -> float:
         """Return how long a job may take by the wall clock: generous for the first, then six times the usual."""
@@ -436,23 +415,23 @@ class _Loop:
     def take_inbox(self) -> None:
         """Book what came from outside since the last look."""
         for message in inbox.take(self.study.paths):
-            match message.kind:
-                case "propose":
-                    assert message.proposal is not None
+            match message:
+                case inbox.Propose():
                     number = self.ledger.queue(message.proposal)
                     self.view.say(f"Proposal {number} from {message.proposal.source} is queued.")
-                case "pause":
+                case inbox.Pause():
                     self.paused = True
-                case "resume":
+                    self.ledger.event("pause", "the owner asked to pause")
+                case inbox.Resume():
                     self.paused = False
-                case "stop":
-                    self.end = _Ended("the owner asked to stop", exit_code=0)
-                case "note":
-                    pass
+                    self.ledger.event("resume", "the owner asked to go on")
+                case inbox.Stop():
+                    self.end = self.end or _Ended("the owner asked to stop", exit_code=0)
+                    self.ledger.event("stop", "the owner asked to stop")
+                case inbox.Unreadable():
+                    self.ledger.event("unreadable", f"{message.file} in the inbox is no message: {message.reason}")
                 case _:
-                    assert_never(message.kind)
-            if message.kind != "propose":
-                self.ledger.event(message.kind, message.text or f"the owner asked to {message.kind}", None)
+                    assert_never(message)
 
     def wait_while_paused(self) -> None:
         self.take_inbox()
@@ -466,15 +445,15 @@ class _Loop:
 
     def make_room(self) -> None:
         """Keep the disk's reserve: prune what is no part of the lineage, else stop before the disk is full."""
-        if not disk.has_reserve(self.study.paths.root, self.study.checkpoint_bytes):
-            self.prune()
-        disk.check_reserve(self.study.paths.root, self.study.checkpoint_bytes)
+        checkpoints.make_room(self.study.paths, self.needed_trials(), self.study.checkpoint_bytes)
+
+    def needed_trials(self) -> set[int]:
+        """Return the trials whose weights a running proposal may still publish."""
+        return {trial.id for past in self.reader.running() for trial in past.trials}
 
     def prune(self) -> None:
         """Drop the weights of trials that neither the lineage nor a running proposal needs."""
-        running = self.reader.running_proposal()
-        keep = {trial.id for trial in running.trials} if running is not None else set()
-        checkpoints.prune(self.study.paths, keep=keep)
+        checkpoints.prune(self.study.paths, self.needed_trials())
 
     def fruitless(self) -> int:
         """Return how many proposals in a row led to no trial."""
