@@ -53,7 +53,7 @@ from harness.recovery import recover
 from harness.rows import Ending, NewNode
 from harness.study import Study
 from harness.view import View
-from harness.walk import Repair, Run, consecutive_failures, inconclusive, next_step
+from harness.walk import VANISHED, VANISHED_LIMIT, Repair, Run, consecutive_failures, inconclusive, next_step
 
 BASELINE_REPLICATES = 3
 """Seeds that the baseline runs with before anything is judged against it."""
@@ -61,8 +61,6 @@ FAILURES_BEFORE_CANARY = 3
 """Failed trials in a row after which the baseline runs again: is it the configs or the machine?"""
 FRUITLESS_LIMIT = 50
 """Proposals in a row that lead to no trial before the space counts as exhausted."""
-LOSSES_LIMIT = 3
-"""Times that one config and seed may be lost with the driver; a trial that brings the machine down must end."""
 PAUSE_POLL_SECONDS = 0.5
 
 
@@ -134,7 +132,8 @@ class _Loop:
     # --- the loop ---
 
     def run(self) -> Stopped:
-        self.recover()
+        recover(self.study.mark, self.ledger, self.reader)
+        self.earlier_seconds = driver_seconds(self.reader.events(), self.reader.trials())
         self.ledger.event("run_began", f"driver {os.getpid()} began", {"pid": os.getpid()})
         stopped = Stopped(reason="the driver failed", exit_code=1)
         try:
@@ -165,11 +164,6 @@ class _Loop:
                 self.walk(past)
         return Stopped(reason=reason, exit_code=0)
 
-    def recover(self) -> None:
-        """Close what a dead driver left open, and make sure that its processes are gone."""
-        recover(self.study.mark, self.ledger, self.reader)
-        self.earlier_seconds = driver_seconds(self.reader.events(), self.reader.trials())
-
     # --- baseline ---
 
     def baseline_step(self) -> Run | None:
@@ -188,9 +182,7 @@ class _Loop:
     def baseline_trial(self, step: Run) -> None:
         """Run the baseline; if even that fails the machine is at fault, not the proposals."""
         trial = self.run_trial(step)
-        if trial.score is None:
-            if trial.state is TrialState.LOST:
-                return
+        if self.gave_up(trial):
             raise StoppedEarly(
                 f"the {step.role.value} failed: trial {trial.id} ended {trial.state.value} ({trial.error_text});"
                 f" see {self.study.paths.trial(trial.id).log}"
@@ -273,7 +265,7 @@ class _Loop:
                     if consecutive_failures(self.reader.trials()) >= FAILURES_BEFORE_CANARY:
                         return
                     trial = self.run_trial(step)
-                    if step.config == incumbent.config and trial.score is None and trial.state is not TrialState.LOST:
+                    if step.config == incumbent.config and self.gave_up(trial):
                         self.decide(
                             past, inconclusive(f"the incumbent's trial {trial.id} ended {trial.state.value}"), incumbent
                         )
@@ -336,7 +328,6 @@ class _Loop:
         self.view.trial_ended(trial)
         if self.end is not None:
             raise self.end
-        self.stop_losing(trial)
         return trial
 
     def train_and_score(
@@ -384,15 +375,12 @@ class _Loop:
         least = self.study.least_deadline_seconds
         return least if usual is None else max(least / 4, 6 * usual)
 
-    def stop_losing(self, trial: Trial) -> None:
-        """End the search when one config and seed keeps taking the driver down with it."""
-        same = [
-            t
-            for t in self.reader.trials()
-            if t.state is TrialState.LOST and t.config == trial.config and t.seed == trial.seed
-        ]
-        if trial.state is TrialState.LOST and len(same) >= LOSSES_LIMIT and trial.proposal is None:
-            raise StoppedEarly(f"the baseline's trial was lost {len(same)} times; see {self.study.paths.trials}")
+    def gave_up(self, trial: Trial) -> bool:
+        """Tell whether a trial without a score is final: a failure, or the second that vanished under a live driver."""
+        if trial.state is not TrialState.LOST:
+            return trial.score is None
+        same = [t for t in self.reader.trials() if (t.config, t.seed) == (trial.config, trial.seed)]
+        return sum(t.error_class == VANISHED for t in same) >= VANISHED_LIMIT
 
     # --- limits, requests, disk ---
 
