@@ -7,6 +7,7 @@ gate, and what is turned away gets a sentence that says why, with the number or 
 
 from __future__ import annotations
 
+import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import tomllib
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 import policies
@@ -115,7 +115,7 @@ class Policy(Section):
         return policy
 
     def _check_names(self) -> None:
-        """Every hyperparameter exists, is set once and is set at all; conditions name knobs that can fulfil them."""
+        """Refuse a name that does not exist, is set twice or not at all, and a condition that no knob can fulfil."""
         fields = dict(_fields())
         given = [*self.knobs, *self.fixed]
         for name in given:
@@ -132,7 +132,7 @@ class Policy(Section):
                 self.knobs[name].check(value)
 
     def _check_bounds(self) -> None:
-        """A knob's range must be one that a config can hold, or the search would run into refusals of our own."""
+        """Refuse a range that no config can hold, or the search would run into refusals of our own."""
         fields = dict(_fields())
         for knob in self.knobs.values():
             if knob.name not in fields:
@@ -206,11 +206,10 @@ class Policy(Section):
             case "tokens":
                 cost, unit = float(per_step), f"{per_step} tokens"
             case "flops":
+                factor = FLOPS_PER_PARAMETER_AND_TOKEN
                 parameters = config.model.parameters(vocabulary)
-                cost = float(FLOPS_PER_PARAMETER_AND_TOKEN * parameters * per_step)
-                unit = (
-                    f"{per_step} tokens × {FLOPS_PER_PARAMETER_AND_TOKEN} × {parameters} parameters = {cost:.3g} flops"
-                )
+                cost = float(factor * parameters * per_step)
+                unit = f"{per_step} tokens × {factor} × {parameters} parameters = {cost:.3g} flops"
         steps = budget.amount / cost
         if steps >= self.proposals.minimum_steps:
             return None
