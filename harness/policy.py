@@ -194,9 +194,10 @@ class Policy(Section):
             if not self.knobs[name].is_active(flat):
                 needs = " and ".join(f"{gate} = {value!r}" for gate, value in self.knobs[name].when.items())
                 return Refusal(f"{name} means nothing here: it needs {needs}")
-        return self._too_few_steps(config, budget, vocabulary) or config
+        return self.too_few_steps(config, budget, vocabulary) or config
 
-    def _too_few_steps(self, config: TrialConfig, budget: Budget, vocabulary: int) -> Refusal | None:
+    def too_few_steps(self, config: TrialConfig, budget: Budget, vocabulary: int) -> Refusal | None:
+        """Refuse a config whose optimizer steps within a token or flop budget are fewer than ``minimum_steps``."""
         batch = config.batch
         per_step = batch.tokens_per_step
         sum_ = f"{batch.per_device} sequences × {batch.accumulation} passes × {batch.sequence_length} tokens"
