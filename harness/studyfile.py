@@ -136,7 +136,8 @@ class StudyFile(Section):
         """Check what is already read from TOML; `BadInput` names what does not fit."""
         refuse_unknown_keys(cls, table, "")
         asked = table.get("study")
-        for source in asked.get("data", ()) if isinstance(asked, Mapping) else ():
+        sources = asked.get("data") if isinstance(asked, Mapping) else None
+        for source in sources if isinstance(sources, list) else ():
             if isinstance(source, Mapping):
                 refuse_unknown_keys(DataSource, source, "study.data.")
         baseline = table.get("baseline", {})
