@@ -53,6 +53,28 @@ class TrialPaths:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayPaths:
+    """Files of one full run."""
+
+    root: Path
+
+    @property
+    def train(self) -> Path:
+        """Working folder of the training child: checkpoints while it runs, gone when it is done."""
+        return self.root / "train"
+
+    @property
+    def model(self) -> Path:
+        """The trained model with its tokenizer and card."""
+        return self.root / "model"
+
+    @property
+    def log(self) -> Path:
+        """Output of the children."""
+        return self.root / "log.txt"
+
+
+@dataclass(frozen=True, slots=True)
 class StudyPaths:
     """Files of one study."""
 

@@ -1,0 +1,48 @@
+"""The model card of a full run: what the model is, how it came to be, what is proven and what is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.config import flatten
+from harness.queries import Reader
+from harness.study import Study
+
+if TYPE_CHECKING:  # a replay writes its card, so it imports this module
+    from harness.replay import FullRun
+
+
+def model_card(study: Study, reader: Reader, run: FullRun) -> str:
+    """Return the card as Markdown with the front matter that model hubs read."""
+    best, base = run.best, run.baseline
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [overnight, hyperparameter-search]",
+        "---",
+        f"# {study.paths.name}: full run of the best lineage",
+        "",
+        f"Task `{study.file.study.task}`, budget `{run.budget}`, trial {best.trial} of the study's ledger. It was",
+        f"trained beside the study's baseline under the same budget (trial {base.trial}).",
+        "",
+        "| bits per byte | val | holdout |",
+        "| --- | --- | --- |",
+        f"| baseline | {base.val:.4f} | {base.holdout:.4f} |",
+        f"| this model | {best.val:.4f} | {best.holdout:.4f} |",
+        f"| improvement | {base.val - best.val:+.4f} | {base.holdout - best.holdout:+.4f} |",
+        "",
+        "One seed each: the improvement at this budget carries the noise of a single run. The holdout was looked at",
+        f"{len(reader.events('holdout_look'))} times in this study, all looks are in the ledger.",
+        "",
+        "## Lineage",
+        "",
+    ]
+    for standing in reader.best_lineage():
+        changes = ", ".join(f"`{name}` = {value}" for name, value in standing.diff.items()) or "the baseline"
+        score = f"{standing.score:.4f}" if standing.score is not None else "not scored"
+        lines.append(f"- node {standing.node}: {changes} (mean {score} over {len(standing.scores)} seeds)")
+    lines += ["", "## Config", "", "| knob | value |", "| --- | --- |"]
+    lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
+    lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", ""]
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+"""What the owner is told before the night: how far it will get, what it needs, what it can prove, who will see what."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from statistics import NormalDist
+
+from harness import disk
+from harness.limits import Limits, counted, expected_seconds
+from harness.queries import Reader
+from harness.records import JudgeRules, Noise
+from harness.study import Study
+
+PROPOSALS_A_NIGHT = 100
+"""The night that `JudgeRules.confidence` speaks of."""
+POWER = 0.9
+GIB = 1024**3
+
+
+def smallest_provable(noise: Noise, rules: JudgeRules) -> float:
+    """Return about the smallest true improvement that is kept nine times in ten, in the study's metric.
+
+    Normal approximation of the last look: ``max_replicates`` shared seeds against the incumbent, one-sided, the night's
+    error spread evenly over its proposals.
+    """
+    normal = NormalDist()
+    quantiles = normal.inv_cdf(1 - (1 - rules.confidence) / PROPOSALS_A_NIGHT) + normal.inv_cdf(POWER)
+    return quantiles * noise.standard_deviation * math.sqrt(2 / rules.max_replicates)
+
+
+def expectations(study: Study, reader: Reader, tier: str, limits: Limits) -> list[str]:
+    """Return the lines for the start of a run."""
+    trials = reader.trials()
+    lines = [f"Study {study.paths.name}: {study.file.study.task}, budget {study.budget} a trial on {study.device}."]
+    if trials:
+        lines.append(f"Going on after {counted(trials)} trials and {len(reader.past())} proposals.")
+    lines.append(_extent(limits, counted(trials), expected_seconds(trials)))
+    free = shutil.disk_usage(study.paths.root).free
+    lines.append(
+        f"Disk: {free / GIB:.1f} GiB free, {disk.RESERVE_BYTES / GIB:.1f} GiB kept in reserve,"
+        f" about {study.checkpoint_bytes / GIB:.3f} GiB a checkpoint; only the lineage's are kept."
+    )
+    noise = reader.noise()
+    if noise is None:
+        lines.append("Noise is not known yet: the baseline runs with three seeds first.")
+    else:
+        lines.append(
+            f"Noise of one trial: {noise.standard_deviation:.4f}; an improvement of about"
+            f" {smallest_provable(noise, study.policy.judge):.4f} or more can be proven, a smaller one seldom."
+        )
+    if tier == "plain":
+        lines.append("WARNING: no sandbox on this kernel. Jobs run unconfined; every row is stamped `plain`.")
+    else:
+        lines.append(f"Sandbox: {tier}; a job writes to its own folder only, without network and without keys.")
+    lines.append("Nothing leaves this machine and nothing is spent: the proposer works offline.")
+    return lines
+
+
+def _extent(limits: Limits, done: int, seconds: float | None) -> str:
+    parts = []
+    if limits.trials is not None:
+        parts.append(f"up to {limits.trials} trials in all ({max(0, limits.trials - done)} to go)")
+    if limits.proposals is not None:
+        parts.append(f"{limits.proposals} more proposals")
+    if limits.hours is not None:
+        fit = f", about {limits.hours * 3600 / seconds:.0f} trials" if seconds else ""
+        parts.append(f"{limits.hours:g} driver hours in all{fit}")
+    if limits.until is not None:
+        parts.append(f"until {limits.until:%Y-%m-%d %H:%M}")
+    length = f"; a trial takes about {seconds:.0f} s" if seconds else ""
+    return f"It runs {' or '.join(parts) if parts else 'until it is stopped'}{length}."

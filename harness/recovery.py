@@ -1,0 +1,26 @@
+"""What every driver does first: make sure that a dead one's processes are gone, and close the rows it left open."""
+
+from __future__ import annotations
+
+from harness.launch import sweep
+from harness.ledger import Ledger
+from harness.queries import Reader
+from harness.records import Failed, TrialState
+from harness.rows import Ending
+
+DRIVER_DIED = "DriverDied"
+"""Error class of a trial that ended because its driver did; it says nothing about the config."""
+
+
+def recover(mark: str, ledger: Ledger, reader: Reader) -> None:
+    """Kill what still runs under the study's mark, and close every open row as lost. The caller holds the lock."""
+    killed = sweep(mark)
+    if killed:
+        ledger.event("swept", f"{killed} processes of a dead driver were killed", {"processes": killed})
+    for trial in reader.open_trials():
+        lost = Failed(
+            state=TrialState.LOST,
+            error_class=DRIVER_DIED,
+            error_text="its driver ended without closing it; the same config and seed run again",
+        )
+        ledger.close_trial(trial.id, Ending(failed=lost))

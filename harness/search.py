@@ -1,0 +1,489 @@
+"""The loop. It reads like the walk of one trial in the design, from top to bottom.
+
+Everything that must survive is in the ledger before the next line runs; the loop itself holds no state that a restart
+could miss. ``kill -9`` at any line costs at most the running trial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, assert_never
+
+from frozen.timer import Budget
+
+from harness import checkpoints, inbox
+from harness.config import TrialConfig, flatten
+from harness.errors import StoppedEarly
+from harness.expectations import expectations
+from harness.launch import Launcher
+from harness.ledger import Ledger
+from harness.limits import Limits, driver_seconds, expected_seconds, reached
+from harness.locks import device_lock, driver_lock
+from harness.orders import score_order, train_order
+from harness.paths import TrialPaths
+from harness.policy import Refusal
+from harness.proposers import load_proposer
+from harness.queries import Reader
+from harness.records import (
+    BASELINE,
+    CurvePoint,
+    Decision,
+    Failed,
+    History,
+    Past,
+    ProposalState,
+    Proposer,
+    Role,
+    Scored,
+    Standing,
+    Trained,
+    Trial,
+    TrialState,
+    Verdict,
+)
+from harness.recovery import recover
+from harness.rows import Ending, NewNode
+from harness.study import Study
+from harness.view import View
+from harness.walk import VANISHED, VANISHED_LIMIT, Repair, Run, consecutive_failures, inconclusive, next_step
+
+BASELINE_REPLICATES = 3
+"""Seeds that the baseline runs with before anything is judged against it."""
+FAILURES_BEFORE_CANARY = 3
+"""Failed trials in a row after which the baseline runs again: is it the configs or the machine?"""
+FRUITLESS_LIMIT = 50
+"""Proposals in a row that lead to no trial before the space counts as exhausted."""
+PAUSE_POLL_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """How a search ended."""
+
+    reason: str
+    exit_code: int
+
+
+class _Ended(Exception):
+    """Control flow: the owner ended the search, by a signal or from another shell."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.stopped = Stopped(reason=reason, exit_code=exit_code)
+
+
+def search(study: Study, *, limits: Limits, proposer: str | None, cold: bool, view: View) -> Stopped:
+    """Run the study until a limit is reached, the owner ends it or going on makes no sense.
+
+    Raises `StudyLocked` if another driver owns the study, `SealBroken` if something a score depends on has changed.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(driver_lock(study.paths))
+        stack.enter_context(device_lock(study.device))
+        ledger = stack.enter_context(Ledger.open(study.paths.ledger))
+        reader = stack.enter_context(Reader(study.paths.ledger))
+        study.seal.verify(thorough=True)
+        name = proposer or study.file.agent.proposer
+        chosen = load_proposer(name)
+        stack.callback(chosen.close)
+        launcher = stack.enter_context(
+            Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads)
+        )
+        loop = _Loop(study, limits, ledger, reader, chosen, launcher, view)
+        stack.enter_context(loop.signals())
+        return loop.run()
+
+
+class _Loop:
+    """One driver's run of one study."""
+
+    def __init__(
+        self,
+        study: Study,
+        limits: Limits,
+        ledger: Ledger,
+        reader: Reader,
+        proposer: Proposer,
+        launcher: Launcher,
+        view: View,
+    ) -> None:
+        self.study = study
+        self.limits = limits
+        self.ledger = ledger
+        self.reader = reader
+        self.proposer = proposer
+        self.launcher = launcher
+        self.view = view
+        self.rules = study.policy.judge
+        self.decided = 0
+        self.paused = False
+        self.end: _Ended | None = None
+        self.began_seconds = time.monotonic()
+        self.earlier_seconds = 0.0
+
+    # --- the loop ---
+
+    def run(self) -> Stopped:
+        recover(self.study.mark, self.ledger, self.reader)
+        self.earlier_seconds = driver_seconds(self.reader.events(), self.reader.trials())
+        self.ledger.event("run_began", f"driver {os.getpid()} began", {"pid": os.getpid()})
+        stopped = Stopped(reason="the driver failed", exit_code=1)
+        try:
+            stopped = self.loop()
+        except _Ended as ended:
+            stopped = ended.stopped
+        except StoppedEarly as early:
+            self.ledger.event("paused", str(early))
+            stopped = Stopped(reason=str(early), exit_code=early.exit_code)
+        finally:
+            seconds = time.monotonic() - self.began_seconds
+            self.ledger.event("run_ended", stopped.reason, {"seconds": seconds, "exit_code": stopped.exit_code})
+        self.view.say(f"Stopped: {stopped.reason}.")
+        return stopped
+
+    def loop(self) -> Stopped:
+        for line in expectations(self.study, self.reader, self.launcher.sandbox_tier, self.limits):
+            self.view.say(line)
+        while (reason := self.limit()) is None:
+            step = self.baseline_step()
+            if step is not None:
+                self.baseline_trial(step)
+                continue
+            past = next(iter(self.reader.running()), None) or self.next_proposal()
+            if past is None:
+                return Stopped(reason=self.exhausted(), exit_code=0)
+            if past.state is ProposalState.RUNNING:
+                self.walk(past)
+        return Stopped(reason=reason, exit_code=0)
+
+    # --- baseline ---
+
+    def baseline_step(self) -> Run | None:
+        """Return the baseline's next trial, or None when it has enough replicates."""
+        trials = self.reader.trials()
+        scores = self.baseline_scores()
+        if scores and self.reader.baseline() is None:
+            self.seat_baseline()
+        for replicate in range(BASELINE_REPLICATES):
+            if replicate not in scores:
+                return Run(role=Role.BASELINE, config=self.study.baseline, replicate=replicate, proposal=None)
+        if consecutive_failures(trials) >= FAILURES_BEFORE_CANARY:
+            return Run(role=Role.CANARY, config=self.study.baseline, replicate=max(scores) + 1, proposal=None)
+        return None
+
+    def baseline_trial(self, step: Run) -> None:
+        """Run the baseline; if even that fails the machine is at fault, not the proposals."""
+        trial = self.run_trial(step)
+        if self.gave_up(trial):
+            raise StoppedEarly(
+                f"the {step.role.value} failed: trial {trial.id} ended {trial.state.value} ({trial.error_text});"
+                f" see {self.study.paths.trial(trial.id).log}"
+            )
+
+    def seat_baseline(self) -> None:
+        """Make the baseline's first replicate the root of the lineage; after a crash as well as right away."""
+        first = next(t for t in self.reader.trials() if t.config == self.study.baseline and t.score is not None)
+        digest = checkpoints.publish(self.study.paths, first.id, BASELINE, expected=first.checkpoint_digest)
+        self.ledger.seat_baseline(first.config, first.id, digest)
+
+    def baseline_scores(self) -> dict[int, float]:
+        """Return the baseline's scores by replicate; its first trial is scored before it is seated."""
+        return {
+            trial.replicate: trial.score
+            for trial in self.reader.trials()
+            if trial.score is not None
+            and trial.config == self.study.baseline
+            and trial.budget == str(self.study.budget)
+            and trial.epoch == self.reader.epoch()
+        }
+
+    # --- proposals ---
+
+    def next_proposal(self) -> Past | None:
+        """Return the next proposal that passed or failed admission; None when nobody has anything left to propose."""
+        self.take_inbox()
+        queued = self.reader.queued()
+        if not queued:
+            if self.fruitless() >= FRUITLESS_LIMIT:
+                return None
+            for proposal in self.proposer.propose(self.history(), 1):
+                self.ledger.queue(proposal)
+            queued = self.reader.queued()
+            if not queued:
+                return None
+        past = self.admit(queued[0])
+        if past.state is not ProposalState.RUNNING:
+            self.view.decided(past)
+        return past
+
+    def admit(self, past: Past) -> Past:
+        """Turn a queued proposal into a running one, or close it with the reason."""
+        nodes = {standing.node: standing for standing in self.reader.lineage()}
+        incumbent = self.reader.incumbent()
+        assert incumbent is not None
+        node = past.proposal.parent if past.proposal.parent is not None else incumbent.node
+        if node not in nodes:
+            kept = ", ".join(map(str, sorted(nodes)))
+            return self.reject(past, ProposalState.REFUSED, f"parent {node} is not in the lineage (nodes: {kept})")
+        parent = nodes[node].config
+        config = self.study.policy.admit(
+            past.proposal, parent, budget=self.study.budget, vocabulary=self.study.vocabulary
+        )
+        if isinstance(config, Refusal):
+            return self.reject(past, ProposalState.REFUSED, config.reason)
+        if config == parent:
+            return self.reject(past, ProposalState.STALE, f"it changes nothing on its parent {node}")
+        known = self.reader.known_configs()
+        if config.digest in known:
+            return self.reject(past, ProposalState.DUPLICATE, f"its config is that of {_named(known[config.digest])}")
+        self.ledger.start(past.number, node, config)
+        return self.reader.proposal(past.number)
+
+    def reject(self, past: Past, state: ProposalState, reason: str) -> Past:
+        self.ledger.reject(past.number, state, reason)
+        return self.reader.proposal(past.number)
+
+    def walk(self, past: Past) -> None:
+        """Take a running proposal to its verdict, one trial at a time."""
+        while past.state is ProposalState.RUNNING:
+            incumbent, noise = self.reader.incumbent(), self.reader.noise()
+            assert incumbent is not None
+            assert noise is not None
+            step = next_step(past, incumbent, noise, self.rules, self.reader.known_configs())
+            match step:
+                case Run():
+                    if self.limit() is not None:
+                        return
+                    if consecutive_failures(self.reader.trials()) >= FAILURES_BEFORE_CANARY:
+                        return
+                    trial = self.run_trial(step)
+                    if step.config == incumbent.config and self.gave_up(trial):
+                        self.decide(
+                            past, inconclusive(f"the incumbent's trial {trial.id} ended {trial.state.value}"), incumbent
+                        )
+                case Repair():
+                    self.ledger.amend(past.number, step.config)
+                    self.ledger.event("repair", f"proposal {past.number} ran out of memory", flatten(step.config))
+                case Verdict():
+                    self.decide(past, step, incumbent)
+                case _:
+                    assert_never(step)
+            past = self.reader.proposal(past.number)
+
+    def decide(self, past: Past, verdict: Verdict, incumbent: Standing) -> None:
+        """Publish, then close in one transaction: a checkpoint may lack its row for a moment, never the reverse."""
+        node = None
+        if verdict.decision is Decision.KEPT:
+            trial = self.first_replicate(past)
+            digest = checkpoints.publish(self.study.paths, trial.id, past.number, expected=trial.checkpoint_digest)
+            node = NewNode(trial=trial.id, checkpoint_digest=digest)
+        self.ledger.decide(past.number, verdict, node)
+        self.decided += 1
+        self.view.decided(self.reader.proposal(past.number))
+        self.prune()
+
+    def first_replicate(self, past: Past) -> Trial:
+        """Return the candidate's first scored trial after screening: it stands for the config, not the luckiest."""
+        confirmed = [t for t in past.trials if t.config == past.config and t.replicate > 0 and t.score is not None]
+        return min(confirmed, key=lambda trial: trial.replicate)
+
+    # --- one trial ---
+
+    def run_trial(self, step: Run) -> Trial:
+        """Seal, row, training, scoring, row."""
+        self.wait_while_paused()
+        seal = self.study.seal.verify(thorough=False)
+        self.make_room()
+        seed = self.study.seed_of(step.replicate)
+        number = self.ledger.begin(
+            proposal=step.proposal,
+            role=step.role,
+            config=step.config,
+            seed=seed,
+            replicate=step.replicate,
+            epoch=self.reader.epoch(),
+            budget=str(self.study.budget),
+            seal=seal,
+            device=self.study.device,
+            sandbox=self.launcher.sandbox_tier,
+        )
+        paths = self.study.paths.trial(number)
+        paths.train.mkdir(parents=True)
+        _write_order(paths, step.config, seed, self.study.budget)
+        self.view.trial_began(self.reader.trial(number))
+        points: list[CurvePoint] = []
+        ending = dataclasses.replace(
+            self.train_and_score(step.config, seed, paths, number, points), curve=tuple(points)
+        )
+        self.ledger.close_trial(number, ending)
+        trial = self.reader.trial(number)
+        self.view.trial_ended(trial)
+        if self.end is not None:
+            raise self.end
+        return trial
+
+    def train_and_score(
+        self, config: TrialConfig, seed: int, paths: TrialPaths, number: int, points: list[CurvePoint]
+    ) -> Ending:
+        def on_point(point: CurvePoint) -> None:
+            points.append(point)
+            with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
+                lines.write(point.model_dump_json() + "\n")
+            self.view.point(number, point)
+
+        trained = self.launcher.run(
+            train_order(self.study, config, seed=seed, budget=self.study.budget, folder=paths.train),
+            log=paths.log,
+            deadline_seconds=self.deadline_seconds(),
+            on_point=on_point,
+            should_stop=self.should_stop,
+        )
+        if not isinstance(trained, Trained):
+            assert isinstance(trained, Failed)
+            return Ending.of_failed(trained)
+        checkpoint = checkpoints.digest_of(paths.weights)
+        self.study.seal.verify(thorough=False)
+        scored = self.launcher.run(
+            score_order(self.study, config, weights=paths.weights, split="val"),
+            log=paths.log,
+            deadline_seconds=self.deadline_seconds(),
+            should_stop=self.should_stop,
+        )
+        if not isinstance(scored, Scored):
+            assert isinstance(scored, Failed)
+            return Ending.of_failed(scored, trained=trained)
+        if checkpoints.digest_of(paths.weights) != checkpoint:
+            changed = Failed(
+                state=TrialState.INVALID,
+                error_class="WeightsChanged",
+                error_text="the weights changed while they were being scored",
+            )
+            return Ending.of_failed(changed, trained=trained)
+        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=checkpoint)
+
+    def deadline_seconds(self) -> float:
+        """Return how long a job may take by the wall clock: generous for the first, then six times the usual."""
+        usual = expected_seconds(self.reader.trials())
+        least = self.study.least_deadline_seconds
+        return least if usual is None else max(least / 4, 6 * usual)
+
+    def gave_up(self, trial: Trial) -> bool:
+        """Tell whether a trial without a score is final: a failure, or the second that vanished under a live driver."""
+        if trial.state is not TrialState.LOST:
+            return trial.score is None
+        same = [t for t in self.reader.trials() if (t.config, t.seed) == (trial.config, trial.seed)]
+        return sum(t.error_class == VANISHED for t in same) >= VANISHED_LIMIT
+
+    # --- limits, requests, disk ---
+
+    def limit(self) -> str | None:
+        """Say which limit forbids another trial."""
+        return reached(
+            self.limits,
+            trials=self.reader.trials(),
+            decided=self.decided,
+            driver_seconds=self.earlier_seconds + time.monotonic() - self.began_seconds,
+            now=datetime.datetime.now(datetime.UTC),
+            fallback_seconds=self.study.budget.amount if self.study.budget.kind == "seconds" else 0.0,
+        )
+
+    def should_stop(self) -> bool:
+        """Tell the launcher whether the owner wants the running trial ended; takes the inbox in passing."""
+        self.take_inbox()
+        return self.end is not None
+
+    def take_inbox(self) -> None:
+        """Book what came from outside since the last look."""
+        for message in inbox.take(self.study.paths):
+            match message:
+                case inbox.Propose():
+                    number = self.ledger.queue(message.proposal)
+                    self.view.say(f"Proposal {number} from {message.proposal.source} is queued.")
+                case inbox.Pause():
+                    self.paused = True
+                    self.ledger.event("pause", "the owner asked to pause")
+                case inbox.Resume():
+                    self.paused = False
+                    self.ledger.event("resume", "the owner asked to go on")
+                case inbox.Stop():
+                    self.end = self.end or _Ended("the owner asked to stop", exit_code=0)
+                    self.ledger.event("stop", "the owner asked to stop")
+                case inbox.Unreadable():
+                    self.ledger.event("unreadable", f"{message.file} in the inbox is no message: {message.reason}")
+                case _:
+                    assert_never(message)
+
+    def wait_while_paused(self) -> None:
+        self.take_inbox()
+        if self.paused and self.end is None:
+            self.view.say("Paused by the owner; `overnight resume` goes on.")
+        while self.paused and self.end is None:
+            time.sleep(PAUSE_POLL_SECONDS)
+            self.take_inbox()
+        if self.end is not None:
+            raise self.end
+
+    def make_room(self) -> None:
+        """Keep the disk's reserve: prune what is no part of the lineage, else stop before the disk is full."""
+        checkpoints.make_room(self.study.paths, self.needed_trials(), self.study.checkpoint_bytes)
+
+    def needed_trials(self) -> set[int]:
+        """Return the trials whose weights a running proposal may still publish."""
+        return {trial.id for past in self.reader.running() for trial in past.trials}
+
+    def prune(self) -> None:
+        """Drop the weights of trials that neither the lineage nor a running proposal needs."""
+        checkpoints.prune(self.study.paths, self.needed_trials())
+
+    def fruitless(self) -> int:
+        """Return how many proposals in a row led to no trial."""
+        count = 0
+        for past in reversed(self.reader.past()):
+            if past.state not in (ProposalState.REFUSED, ProposalState.DUPLICATE, ProposalState.STALE):
+                break
+            count += 1
+        return count
+
+    def exhausted(self) -> str:
+        """Say that the proposers have nothing left."""
+        return f"proposer {self.proposer.name} has nothing new to propose ({self.fruitless()} fruitless in a row)"
+
+    def history(self) -> History:
+        policy = self.study.policy
+        return self.reader.history(
+            knobs=policy.knobs, max_changes=policy.max_changes, minimum_steps=policy.minimum_steps
+        )
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """End the running trial at the first signal, go at once at the second."""
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.end is not None:
+                os._exit(130)
+            self.end = _Ended(f"interrupted by {signal.Signals(number).name}", exit_code=130)
+
+        before: Mapping[signal.Signals, Any] = {number: signal.signal(number, handle) for number in caught}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _named(number: int) -> str:
+    return "the baseline" if number == BASELINE else f"proposal {number}"
+
+
+def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: Budget) -> None:
+    order = {"seed": seed, "budget": str(budget), "digest": config.digest, "config": flatten(config)}
+    paths.config_json.write_text(json.dumps(order, indent=2) + "\n", encoding="utf-8")

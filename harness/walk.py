@@ -1,0 +1,167 @@
+"""What comes next for a proposal: another trial, a repair, or the verdict. Pure: ledger values in, one value out.
+
+The walk keeps no state of its own. It is read off the rows that exist, so that a search killed at any line goes on
+where it was: the same rows give the same next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.config import TrialConfig, apply
+from harness.judge import Evidence, Replicate, judge
+from harness.records import (
+    FAILURES,
+    Decision,
+    JudgeRules,
+    Noise,
+    Past,
+    Role,
+    Standing,
+    Trial,
+    TrialState,
+    Verdict,
+)
+
+VANISHED = "JobVanished"
+"""Error class of a trial whose process disappeared while the driver lived; one whose driver died has another."""
+VANISHED_LIMIT = 2
+"""A job that vanishes twice says something about its config."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Run this config with this replicate's seed."""
+
+    role: Role
+    config: TrialConfig
+    replicate: int
+    proposal: int | None
+    """Whose trial it is; None for the baseline's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """Go on with this config in the place of the one that ran out of memory."""
+
+    config: TrialConfig
+
+
+def next_step(
+    past: Past, incumbent: Standing, noise: Noise, rules: JudgeRules, known: Mapping[str, int]
+) -> Run | Repair | Verdict:
+    """Return what a running proposal needs next.
+
+    ``known`` maps the digests of all configs of the study to the lineage node or proposal that has them.
+    """
+    config = past.config
+    assert config is not None
+    trials = [trial for trial in past.trials if trial.config == config]
+    screens = [trial for trial in trials if trial.replicate == 0]
+    repaired = any(trial.role is Role.REPAIR for trial in past.trials)
+    screen = next((trial for trial in screens if trial.score is not None), None)
+    if screen is None:
+        failure = _failure(screens)
+        if failure is None:
+            role = Role.REPAIR if _was_amended(past) else Role.SCREEN
+            return Run(role=role, config=config, replicate=0, proposal=past.number)
+        if failure.state is TrialState.OUT_OF_MEMORY and not repaired:
+            smaller = _half_batch(config)
+            if smaller is not None and smaller.digest not in known:
+                return Repair(config=smaller)
+        return _discarded(f"its trial {failure.id} ended {failure.state.value}: {failure.error_text}")
+    assert screen.score is not None
+    confirmed = {t.replicate: t.score for t in trials if t.replicate > 0 and t.score is not None}
+    failures = {t.replicate for t in trials if t.replicate > 0 and t.state in FAILURES} - set(confirmed)
+    vanished = _vanished_replicates(trials) - set(confirmed)
+    evidence = Evidence(
+        screen=screen.score,
+        candidate=confirmed,
+        candidate_failures=len(failures | vanished),
+        incumbent=incumbent.scores,
+        noise=noise,
+    )
+    answer = judge(evidence, rules)
+    match answer:
+        case Verdict():
+            return answer
+        case Replicate(of="candidate"):
+            return Run(role=Role.REPLICATE, config=config, replicate=answer.replicate, proposal=past.number)
+        case Replicate():
+            return Run(
+                role=Role.REPLICATE,
+                config=incumbent.config,
+                replicate=answer.replicate,
+                proposal=incumbent.node or None,
+            )
+
+
+def inconclusive(reason: str) -> Verdict:
+    """Return the verdict on a proposal that cannot be compared."""
+    return Verdict(
+        decision=Decision.INCONCLUSIVE,
+        difference=None,
+        standard_error=None,
+        probability=None,
+        replicates=0,
+        reason=reason,
+    )
+
+
+def consecutive_failures(trials: list[Trial]) -> int:
+    """Return how many trials in a row failed at the end of the study, repairs and canaries put aside.
+
+    Trials that ended with their driver say nothing and are passed over.
+    """
+    count = 0
+    for trial in reversed(trials):
+        if trial.state in FAILURES:
+            count += 1
+        elif trial.state is TrialState.SCORED:
+            break
+    return count
+
+
+def _was_amended(past: Past) -> bool:
+    return any(trial.config != past.config and trial.replicate == 0 for trial in past.trials)
+
+
+def _vanished_replicates(trials: list[Trial]) -> set[int]:
+    counts: dict[int, int] = {}
+    for trial in trials:
+        if trial.error_class == VANISHED:
+            counts[trial.replicate] = counts.get(trial.replicate, 0) + 1
+    return {replicate for replicate, count in counts.items() if replicate > 0 and count >= VANISHED_LIMIT}
+
+
+def _failure(screens: list[Trial]) -> Trial | None:
+    """Return the trial that ends a screening badly: a failure, or the second that vanished."""
+    failed = [trial for trial in screens if trial.state in FAILURES]
+    if failed:
+        return failed[-1]
+    vanished = [trial for trial in screens if trial.error_class == VANISHED]
+    return vanished[-1] if len(vanished) >= VANISHED_LIMIT else None
+
+
+def _half_batch(config: TrialConfig) -> TrialConfig | None:
+    """Split the per-device batch by its smallest prime factor: half of it wherever it is even, same effective batch."""
+    size = config.batch.per_device
+    factor = next((f for f in range(2, size + 1) if size % f == 0), None)
+    if factor is None or config.batch.accumulation * factor > 4096:
+        return None
+    return apply(
+        config,
+        {"batch.per_device": size // factor, "batch.accumulation": config.batch.accumulation * factor},
+    )
+
+
+def _discarded(reason: str) -> Verdict:
+    return Verdict(
+        decision=Decision.DISCARDED,
+        difference=None,
+        standard_error=None,
+        probability=None,
+        replicates=0,
+        reason=reason,
+    )

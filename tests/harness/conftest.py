@@ -1,0 +1,84 @@
+"""Builders of records for the harness's tests."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from harness.config import TrialConfig, Value, apply, unflatten
+from harness.records import Past, Proposal, ProposalState, Role, Trial, TrialState
+
+BASE = unflatten(
+    {
+        "optim.learning_rate": 3e-4,
+        "optim.weight_decay": 0.1,
+        "optim.beta1": 0.9,
+        "optim.beta2": 0.95,
+        "optim.epsilon": 1e-8,
+        "optim.max_grad_norm": 1.0,
+        "schedule.shape": "cosine",
+        "schedule.warmup_fraction": 0.1,
+        "schedule.decay_fraction": 1.0,
+        "schedule.final_rate_fraction": 0.1,
+        "batch.per_device": 8,
+        "batch.accumulation": 1,
+        "batch.sequence_length": 128,
+        "model.depth": 2,
+        "model.width": 64,
+        "model.heads": 2,
+        "model.attention_dropout": 0.0,
+        "sampling.fraction": 1.0,
+        "sampling.order": "shuffled",
+        "precision": "fp32",
+    }
+)
+
+
+@pytest.fixture
+def base() -> TrialConfig:
+    """Return a small, valid config."""
+    return BASE
+
+
+@pytest.fixture
+def make_trial() -> Callable[..., Trial]:
+    """Return a builder of trials: a screening of the base config that scored 1.0, unless told otherwise."""
+    numbers = itertools.count(1)
+
+    def build(**changes: object) -> Trial:
+        state = changes.get("state", TrialState.SCORED)
+        values: dict[str, object] = {
+            "id": next(numbers),
+            "proposal": 1,
+            "role": Role.SCREEN,
+            "state": state,
+            "config": BASE,
+            "seed": changes.get("replicate", 0),
+            "replicate": 0,
+            "epoch": 1,
+            "budget": "1000tok",
+            "score": 1.0 if state is TrialState.SCORED else None,
+        }
+        return Trial(**(values | changes))  # type: ignore[arg-type]
+
+    return build
+
+
+@pytest.fixture
+def make_past() -> Callable[..., Past]:
+    """Return a builder of running proposals, number 1, that turn the learning rate up."""
+
+    def build(*trials: Trial, **diff: Value) -> Past:
+        turned = dict(diff) or {"optim.learning_rate": 1e-3}
+        return Past(
+            number=1,
+            proposal=Proposal(diff=turned, source="test", rationale="why", watch="what"),
+            state=ProposalState.RUNNING,
+            reason=None,
+            parent=0,
+            config=apply(BASE, turned),
+            verdict=None,
+            trials=trials,
+        )
+
+    return build

@@ -1,0 +1,138 @@
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from harness.config import TrialConfig, apply
+from harness.records import Decision, JudgeRules, Noise, Past, Role, Standing, Trial, TrialState, Verdict
+from harness.walk import VANISHED, Repair, Run, consecutive_failures, next_step
+
+NOISE = Noise(standard_deviation=0.01, degrees_of_freedom=20)
+RULES = JudgeRules()
+
+
+@pytest.fixture
+def incumbent(base: TrialConfig) -> Standing:
+    """Return the baseline with three replicates around 1.0."""
+    scores = {0: 1.0, 1: 1.01, 2: 0.99}
+    return Standing(node=0, parent=None, diff={}, config=base, scores=scores, trial=1)
+
+
+@pytest.fixture
+def candidate(base: TrialConfig) -> TrialConfig:
+    """Return the config of the proposal under test."""
+    return apply(base, {"optim.learning_rate": 1e-3})
+
+
+def test_a_new_proposal_is_screened(make_past: Callable[..., Past], incumbent: Standing) -> None:
+    """The first step is one trial with the first replicate's seed."""
+    past = make_past()
+    step = next_step(past, incumbent, NOISE, RULES, {})
+    assert step == Run(role=Role.SCREEN, config=past.config, replicate=0, proposal=1)  # type: ignore[arg-type]
+
+
+def test_out_of_memory_is_repaired_once_with_the_same_effective_batch(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """Half the per-device batch and twice the accumulation; a second time it is the config's end."""
+    failed = make_trial(config=candidate, state=TrialState.OUT_OF_MEMORY, error_text="too big")
+    step = next_step(make_past(failed), incumbent, NOISE, RULES, {})
+    assert isinstance(step, Repair)
+    assert (step.config.batch.per_device, step.config.batch.accumulation) == (4, 2)
+    amended = dataclasses.replace(make_past(failed), config=step.config)
+    again = next_step(amended, incumbent, NOISE, RULES, {})
+    assert again == Run(role=Role.REPAIR, config=step.config, replicate=0, proposal=1)
+    twice = make_trial(config=step.config, role=Role.REPAIR, state=TrialState.OUT_OF_MEMORY, error_text="still")
+    end = next_step(dataclasses.replace(amended, trials=(failed, twice)), incumbent, NOISE, RULES, {})
+    assert isinstance(end, Verdict)
+    assert end.decision is Decision.DISCARDED
+    assert "still" in end.reason
+
+
+def test_a_repair_that_is_known_already_is_not_run_again(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """The repaired config of one proposal may be another's: its result is there."""
+    failed = make_trial(config=candidate, state=TrialState.OUT_OF_MEMORY, error_text="too big")
+    repaired = apply(candidate, {"batch.per_device": 4, "batch.accumulation": 2})
+    step = next_step(make_past(failed), incumbent, NOISE, RULES, {repaired.digest: 7})
+    assert isinstance(step, Verdict)
+
+
+@pytest.mark.parametrize("size", [1, 3, 9])
+def test_repairs_keep_the_effective_batch_of_odd_sizes(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, base: TrialConfig, size: int
+) -> None:
+    """An odd batch is split by its smallest factor; a batch of one cannot be split."""
+    config = apply(base, {"batch.per_device": size})
+    failed = make_trial(config=config, state=TrialState.OUT_OF_MEMORY, error_text="too big")
+    step = next_step(make_past(failed, **{"batch.per_device": size}), incumbent, NOISE, RULES, {})
+    if size == 1:
+        assert isinstance(step, Verdict)
+    else:
+        assert isinstance(step, Repair)
+        assert step.config.batch.per_device < size
+        assert step.config.batch.tokens_per_step == config.batch.tokens_per_step
+
+
+def test_divergence_in_the_screening_ends_the_proposal(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """A failed screening has no score and is discarded with its own words."""
+    failed = make_trial(config=candidate, state=TrialState.DIVERGED, error_text="loss is NaN at step 3")
+    step = next_step(make_past(failed), incumbent, NOISE, RULES, {})
+    assert isinstance(step, Verdict)
+    assert (step.decision, step.difference) == (Decision.DISCARDED, None)
+    assert "NaN at step 3" in step.reason
+
+
+def test_a_dead_driver_says_nothing_about_the_config(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """However often the driver is killed, the same trial runs again; a job that vanishes twice is discarded."""
+    lost = [make_trial(config=candidate, state=TrialState.LOST, error_class="DriverDied") for _ in range(9)]
+    assert isinstance(next_step(make_past(*lost), incumbent, NOISE, RULES, {}), Run)
+    gone = [make_trial(config=candidate, state=TrialState.LOST, error_class=VANISHED) for _ in range(2)]
+    assert isinstance(next_step(make_past(gone[0]), incumbent, NOISE, RULES, {}), Run)
+    assert isinstance(next_step(make_past(*gone), incumbent, NOISE, RULES, {}), Verdict)
+
+
+def test_a_hopeless_screening_costs_one_trial(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """What is clearly worse is discarded at once."""
+    step = next_step(make_past(make_trial(config=candidate, score=1.2)), incumbent, NOISE, RULES, {})
+    assert isinstance(step, Verdict)
+    assert step.decision is Decision.DISCARDED
+
+
+def test_a_promising_screening_is_confirmed_on_fresh_seeds_until_it_is_kept(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """The walk ends in a kept verdict whose difference leaves the screening run out."""
+    trials = [make_trial(config=candidate, score=0.5)]
+    scores = dict(incumbent.scores)
+    for _ in range(40):
+        now = dataclasses.replace(incumbent, scores=scores)
+        step = next_step(make_past(*trials), now, NOISE, RULES, {})
+        if isinstance(step, Verdict):
+            break
+        assert isinstance(step, Run)
+        assert step.role is Role.REPLICATE
+        if step.config == candidate:
+            assert step.replicate > 0
+            trials.append(make_trial(config=candidate, role=Role.REPLICATE, replicate=step.replicate, score=0.8))
+        else:
+            assert step.replicate not in scores
+            scores[step.replicate] = 1.0
+    assert isinstance(step, Verdict)
+    assert step.decision is Decision.KEPT
+    assert step.difference == pytest.approx(-0.2, abs=0.02)
+
+
+def test_failures_in_a_row_are_counted_over_what_says_nothing(make_trial: Callable[..., Trial]) -> None:
+    """Lost and interrupted trials neither add to a row of failures nor break it."""
+    failed = TrialState.CRASHED
+    trials = [make_trial(), *(make_trial(state=s) for s in (failed, TrialState.LOST, failed, TrialState.INTERRUPTED))]
+    assert consecutive_failures(trials) == 2
+    assert consecutive_failures([*trials, make_trial()]) == 0
