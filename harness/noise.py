@@ -1,0 +1,23 @@
+"""How much a score moves when only the seed changes. Apart from the judge, so that readers need no scipy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from harness.records import Noise
+
+
+def pool_noise(groups: Iterable[Sequence[float]]) -> Noise | None:
+    """Pool the spread within groups of replicates: root of (sum of squares about each group's mean / sum of (n - 1)).
+
+    Every group holds the scores of one config. Groups of one say nothing. None: no group has two scores.
+    """
+    squares, freedom = 0.0, 0
+    for group in groups:
+        if len(group) < 2:
+            continue
+        mean = math.fsum(group) / len(group)
+        squares += math.fsum((score - mean) ** 2 for score in group)
+        freedom += len(group) - 1
+    return Noise(standard_deviation=math.sqrt(squares / freedom), degrees_of_freedom=freedom) if freedom else None
