@@ -116,6 +116,11 @@ class StudyPaths:
         return self.root / "driver.lock"
 
     @property
+    def bytecode(self) -> Path:
+        """Bytecode cache of the study's own children: what lies beside the sources is never run by them."""
+        return self.root / ".bytecode"
+
+    @property
     def inbox(self) -> Path:
         """Requests from outside (hand proposals, pause, stop), published whole, taken in by the driver."""
         return self.root / "inbox"

@@ -318,6 +318,8 @@ class History:
     """All proposals in the order of their numbers, queued and running ones included."""
     device: str | None = None
     insights: tuple[str, ...] = field(default=())
+    baseline_trials: tuple[Trial, ...] = field(default=())
+    """Trials that belong to no proposal (baseline, control, canary), with their curves: what to learn from first."""
 
 
 class Proposer(Protocol):

@@ -1,11 +1,13 @@
-"""Builders of records for the harness's tests."""
+"""Builders of records and study folders for the harness's tests."""
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from harness.config import TrialConfig, Value, apply, unflatten
+from harness.paths import StudyPaths
 from harness.records import Past, Proposal, ProposalState, Role, Trial, TrialState
 
 BASE = unflatten(
@@ -82,3 +84,32 @@ def make_past() -> Callable[..., Past]:
         )
 
     return build
+
+
+@pytest.fixture
+def bare_study(tmp_path: Path) -> StudyPaths:
+    """Return a folder with the files that a seal covers, their contents made up."""
+    paths = StudyPaths(tmp_path / "night")
+    for split in ("train", "probe", "val", "holdout"):
+        paths.split(split).mkdir(parents=True)
+        (paths.split(split) / "tokens.bin").write_bytes(split.encode() * 100)
+    paths.tokenizer.mkdir()
+    (paths.tokenizer / "tokenizer.json").write_text("{}")
+    paths.study_toml.write_text('[study]\ntask = "pretrain"\nbudget = "5s"\n\n[run]\ntrials = 3\n')
+    paths.policy_toml.write_text("[proposals]\nmax_changes = 2\n")
+    return paths
+
+
+@pytest.fixture
+def make_weights() -> Callable[[StudyPaths, int, bytes], Path]:
+    """Return a function that puts a made-up model folder under a trial."""
+
+    def make(paths: StudyPaths, trial: int, content: bytes = b"weights") -> Path:
+        folder = paths.trial(trial).weights
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(content)
+        (folder / "config.json").write_text("{}")
+        paths.trial(trial).config_json.write_text("{}")
+        return folder
+
+    return make

@@ -1,0 +1,341 @@
+"""Digests of everything that a score depends on; verify, or say which file differs.
+
+Two scores can be compared only if the same code measured them on the same data under the same rules. The manifest
+``seal.json`` holds a SHA-256 for each of these things, and its root digest is written on every row of the ledger, so
+that neither a changed file nor a rewritten manifest goes unseen. Times and modes of files are no evidence (they can be
+forged): bytes are. A file is hashed again unless the kernel says that it is untouched since this process hashed it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import stat
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
+
+import frozen
+import harness
+from harness import bytecode
+from harness.config import explain
+from harness.errors import BadInput, SealBroken
+from harness.files import entries, write_whole
+from harness.paths import StudyPaths
+from harness.records import Record
+
+FOLDERS = ("frozen", "harness/jobs")
+"""Sealed whole: every file in them, and nothing may be added."""
+MODULES = ("harness/__init__.py", "harness/config.py", "harness/errors.py", "harness/records.py")
+"""What the code in `FOLDERS` imports of ours besides (a test follows the imports)."""
+PACKAGES = ("torch", "transformers", "peft", "trl", "tokenizers")
+SECTIONS = ("study", "baseline", "eval")
+"""Sealed sections of study.toml; the others may change."""
+RACY_NS = 2_000_000_000
+"""A file modified this shortly before it was hashed could change again within the same tick of its clock."""
+
+Part = Literal["code", "versions", "data", "settings"]
+Digest = Callable[[Path], str]
+
+
+class Change(NamedTuple):
+    """One sealed thing that is not as it was."""
+
+    part: Part
+    name: str
+    """File relative to the code or the study folder, package, or section."""
+    what: str
+    """``has changed``, ``is missing``, ``was added``, …"""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what}"
+
+
+class Manifest(Record):
+    """The contents of ``seal.json``. Every part maps a name to a SHA-256, ``versions`` to a version."""
+
+    version: Literal[1] = 1
+    tool: str
+    """Version of overnight that sealed; tells an upgrade from a change. Not part of the root."""
+    created: str
+    code: dict[str, str]
+    versions: dict[str, str]
+    data: dict[str, str]
+    settings: dict[str, str]
+
+    @property
+    def root(self) -> str:
+        """SHA-256 over all parts: the study's seal."""
+        parts = {part: dict(sorted(getattr(self, part).items())) for part in ("code", "versions", "data", "settings")}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Where our packages lie, and where ``frozen`` was really imported from: a folder of that name could shadow it."""
+
+    root: Path = field(default_factory=lambda: Path(str(harness.__file__)).parent.parent)
+    imported: Path = field(default_factory=lambda: Path(str(frozen.__file__)).parent)
+
+    def shadow(self) -> Iterator[Change]:
+        """Yield a change if ``frozen`` is not the package beside ``harness``."""
+        if self.imported.resolve() != (self.root / "frozen").resolve():
+            yield Change("code", "frozen", f"was imported from {self.imported}, not from {self.root / 'frozen'}")
+
+    def files(self) -> dict[str, Path]:
+        """Return everything that lies where sealed code lies, by name relative to the root; bytecode caches apart."""
+        found = {name: self.root / name for name in MODULES if _exists(self.root / name)}
+        for folder in FOLDERS:
+            found |= _below(self.root / folder, self.root)
+        stems = {Path(name).stem for name in MODULES}
+        for entry in os.scandir(self.root / "harness"):
+            # A package or extension module of the same name would be imported in the place of the sealed module.
+            if entry.name.partition(".")[0] in stems:
+                found[f"harness/{entry.name}"] = Path(entry.path)
+        return {name: path for name, path in found.items() if "__pycache__" not in path.parts}
+
+    def bytecode_faults(self) -> Iterator[Change]:
+        """Yield bytecode beside the sealed sources that says something else than they do."""
+        caches = {self.root / "harness" / "__pycache__": frozenset(Path(name).stem for name in MODULES)}
+        for folder in FOLDERS:
+            for path in [self.root / folder, *(self.root / folder).rglob("*")]:
+                if path.name != "__pycache__" and path.is_dir() and not path.is_symlink():
+                    caches[path / "__pycache__"] = frozenset(source.stem for source in path.glob("*.py"))
+        for cache, stems in caches.items():
+            yield from self._faults_in(cache, stems)
+
+    def _faults_in(self, cache: Path, stems: frozenset[str]) -> Iterator[Change]:
+        if not _exists(cache):
+            return
+        shared = cache.parent == self.root / "harness"
+        if cache.is_symlink() or not cache.is_dir():
+            yield Change("code", str(cache.relative_to(self.root)), "is not a folder")
+            return
+        for path in sorted(cache.iterdir()):
+            if shared and path.name.partition(".")[0] not in stems:
+                continue  # unsealed modules of the harness keep their bytecode here too
+            try:
+                what = bytecode.fault(path, stems)
+            except FileNotFoundError:
+                continue  # replaced by another process at this moment; it is looked at again before the next trial
+            if what:
+                yield Change("code", str(path.relative_to(self.root)), what)
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _below(folder: Path, root: Path) -> dict[str, Path]:
+    """Return all files below ``folder`` by name; a link in the place of the folder is returned as itself."""
+    if folder.is_symlink() or not folder.is_dir():
+        return {str(folder.relative_to(root)): folder} if _exists(folder) else {}
+    return {str(Path(entry.path).relative_to(root)): Path(entry.path) for entry in entries(folder)}
+
+
+def _settings(paths: StudyPaths) -> dict[str, str]:
+    """Return digests of the policy's bytes and of the values (not the spelling) of study.toml's sealed sections."""
+    try:
+        document = tomllib.loads(paths.study_toml.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SealBroken(f"{paths.study_toml} cannot be read: {error}") from error
+    found = {}
+    for section in SECTIONS:
+        text = json.dumps(document.get(section, {}), sort_keys=True, separators=(",", ":"), default=str)
+        found[f"study.toml [{section}]"] = hashlib.sha256(text.encode()).hexdigest()
+    if paths.policy_toml.is_file() and not paths.policy_toml.is_symlink():
+        found["policy.toml"] = hashlib.sha256(paths.policy_toml.read_bytes()).hexdigest()
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def tool_version() -> str:
+    """Return the installed version of overnight."""
+    return importlib.metadata.version("overnight")
+
+
+class _Hasher:
+    """SHA-256 of files, remembered in memory for those that the kernel says are untouched."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+    def digest(self, path: Path, *, thorough: bool) -> str:
+        """Return the digest of a regular file; OSError if it is none or cannot be read."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            before = self._identity(file.fileno())
+            known = self._known.get(path)
+            if known and known[0] == before and not thorough:
+                return known[1]
+            began = time.time_ns()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if self._identity(file.fileno()) == before and began - max(before[3:]) > RACY_NS:
+                self._known[path] = (before, digest)
+            else:
+                self._known.pop(path, None)
+            return digest
+
+    @staticmethod
+    def _identity(descriptor: int) -> tuple[int, ...]:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class Seal:
+    """The seal of one study. Keep one object per driver: it remembers what it hashed."""
+
+    def __init__(self, paths: StudyPaths, manifest: Manifest, recorded: str | None, code: Code) -> None:
+        self._paths = paths
+        self._manifest = manifest
+        self._recorded = recorded
+        self._code = code
+        self._hasher = _Hasher()
+
+    @classmethod
+    def take(cls, paths: StudyPaths, *, code: Code | None = None) -> Seal:
+        """Seal a study folder whose data, study.toml and policy.toml are in place, and write its manifest.
+
+        `SealBroken` if there are links among the files or bytecode that does not belong to its source.
+        """
+        code = code or Code()
+        faults = [*code.shadow(), *code.bytecode_faults()]
+        hasher = _Hasher()
+        parts: dict[Part, dict[str, str]] = {"code": {}, "data": {}}
+        present: dict[Part, dict[str, Path]] = {
+            "code": code.files(),
+            "data": _below(paths.root / "data", paths.root),
+        }
+        for part, files in present.items():
+            for name, path in files.items():
+                try:
+                    parts[part][name] = hasher.digest(path, thorough=True)
+                except OSError as error:
+                    faults.append(Change(part, name, f"cannot be sealed ({error.strerror or error})"))
+        if faults:
+            raise SealBroken(f"the study cannot be sealed: {_sentence(faults)}")
+        manifest = Manifest(
+            tool=tool_version(),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            code=parts["code"],
+            data=parts["data"],
+            versions=_versions(),
+            settings=_settings(paths),
+        )
+        document = manifest.model_dump() | {"root": manifest.root}
+        write_whole(paths.seal_json, json.dumps(document, indent=1, sort_keys=True) + "\n")
+        return cls(paths, manifest, manifest.root, code)
+
+    @classmethod
+    def load(cls, paths: StudyPaths, *, recorded: str | None, code: Code | None = None) -> Seal:
+        """Read the manifest of a study. ``recorded`` is the root that the ledger holds (None: not known).
+
+        `BadInput` if a newer version wrote it, `SealBroken` if it cannot be read or contradicts its own root.
+        """
+        try:
+            document = json.loads(paths.seal_json.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SealBroken(f"{paths.seal_json} cannot be read: {error}") from error
+        if not isinstance(document, dict):
+            raise SealBroken(f"{paths.seal_json} is not a seal: it holds no object")
+        version, root = document.get("version"), document.pop("root", None)
+        if isinstance(version, int) and version > 1:
+            raise BadInput(f"{paths.root} was made by a newer version of overnight (seal format {version}): upgrade")
+        try:
+            manifest = Manifest.model_validate(document)
+        except ValidationError as error:
+            raise SealBroken(f"{paths.seal_json} is not a seal: {explain(error)}") from error
+        if root != manifest.root:
+            raise SealBroken(f"{paths.seal_json} has changed: its entries do not give its own root digest")
+        return cls(paths, manifest, recorded, code or Code())
+
+    @property
+    def digest(self) -> str:
+        """Root digest, as written on every trial's row."""
+        return self._manifest.root
+
+    @property
+    def manifest(self) -> Manifest:
+        """What was sealed."""
+        return self._manifest
+
+    def verify(self, *, thorough: bool = False) -> str:
+        """Return the root digest, or raise `SealBroken` with every file that changed, is missing or was added.
+
+        Unless ``thorough``, a file is not read again if device, inode, size and both times are as at its last hash.
+        """
+        found = self.changes(thorough=thorough)
+        if found:
+            raise SealBroken(
+                f"the seal of {self._paths.name} is broken: {_sentence(found)}. Scores from before and after cannot be"
+                " compared: put back what was sealed, or start a new study with `overnight init`"
+            )
+        return self.digest
+
+    def changes(self, *, thorough: bool = False) -> list[Change]:
+        """Return everything that is not as it was sealed, in order of parts and names."""
+        found = [*self._code.shadow(), *self._code.bytecode_faults()]
+        if self._recorded is not None and self._recorded != self.digest:
+            found.append(Change("settings", "seal.json", "is not the one that the ledger recorded"))
+
+        def digest(path: Path) -> str:
+            return self._hasher.digest(path, thorough=thorough)
+
+        found += _compare("code", self._manifest.code, self._code.files(), digest)
+        found += _compare("data", self._manifest.data, _below(self._paths.root / "data", self._paths.root), digest)
+        found += _compare_values("versions", self._manifest.versions, _versions())
+        found += _compare_values("settings", self._manifest.settings, _settings(self._paths))
+        return found
+
+
+def _compare(part: Part, sealed: dict[str, str], present: dict[str, Path], digest: Digest) -> Iterator[Change]:
+    for name in sorted(sealed.keys() | present.keys()):
+        if name not in present:
+            yield Change(part, name, "is missing")
+        elif present[name].is_symlink():
+            yield Change(part, name, "is a symbolic link")
+        elif name not in sealed:
+            yield Change(part, name, "was added")
+        else:
+            try:
+                same = digest(present[name]) == sealed[name]
+            except OSError as error:
+                yield Change(part, name, f"cannot be read ({error.strerror or error})")
+                continue
+            if not same:
+                yield Change(part, name, "has changed")
+
+
+def _compare_values(part: Part, sealed: dict[str, str], present: dict[str, str]) -> Iterator[Change]:
+    for name in sorted(sealed.keys() | present.keys()):
+        if name not in present:
+            yield Change(part, name, "is missing")
+        elif name not in sealed:
+            yield Change(part, name, "was added")
+        elif present[name] != sealed[name]:
+            change = f"is {present[name]}, not {sealed[name]}" if part == "versions" else "has changed"
+            yield Change(part, name, change)
+
+
+def _sentence(changes: list[Change], most: int = 12) -> str:
+    text = "; ".join(map(str, changes[:most]))
+    return f"{text}; and {len(changes) - most} more" if len(changes) > most else text
