@@ -77,7 +77,7 @@ class Night:
     """Plays a night into a ledger, with a clock of its own."""
 
     def __init__(self, paths: StudyPaths, proposals: int) -> None:
-        self.draw = random.Random(7)  # noqa: S311 - reproducible noise, no secret
+        self.draw = random.Random(7)
         self.moment = CLOCK
         self.seeds = itertools.count()
         study = StudyRow(
