@@ -29,7 +29,7 @@ WEIGHT_PREFIX = "sampling.weights."
 class Section(BaseModel):
     """A group of hyperparameters; frozen, closed to unknown names, and free of NaN and infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class Optim(Section):
@@ -227,7 +227,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 class Knob(BaseModel):
     """One hyperparameter that a policy lets the search turn: its type, bounds, scale, default and what to watch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     name: str
     type: Literal["float", "int", "choice"]

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from statistics import NormalDist
 
 from harness import disk
 from harness.limits import Limits, counted, expected_seconds
+from harness.noise import smallest_provable
 from harness.queries import Reader
-from harness.records import JudgeRules, Noise
 from harness.study import Study
 
-PROPOSALS_A_NIGHT = 100
-"""The night that `JudgeRules.confidence` speaks of."""
-POWER = 0.9
 GIB = 1024**3
-
-
-def smallest_provable(noise: Noise, rules: JudgeRules) -> float:
-    """Return about the smallest true improvement that is kept nine times in ten, in the study's metric.
-
-    Normal approximation of the last look: ``max_replicates`` shared seeds against the incumbent, one-sided, the night's
-    error spread evenly over its proposals.
-    """
-    normal = NormalDist()
-    quantiles = normal.inv_cdf(1 - (1 - rules.confidence) / PROPOSALS_A_NIGHT) + normal.inv_cdf(POWER)
-    return quantiles * noise.standard_deviation * math.sqrt(2 / rules.max_replicates)
 
 
 def expectations(study: Study, reader: Reader, tier: str, limits: Limits) -> list[str]:

@@ -23,7 +23,7 @@ BASELINE = 0
 class Record(BaseModel):
     """A frozen value that crosses a boundary: a process, a file or a model's reply."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 # --- proposals ---------------------------------------------------------------------------------------------------

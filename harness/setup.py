@@ -20,6 +20,7 @@ from pathlib import Path
 
 from frozen.corpus import SplitSizes
 from frozen.formats import Source, SourceError
+
 from frozen.timer import Budget
 from frozen.tokens import EncodedSplit, Prepared, prepare
 from harness import disk, files, origin

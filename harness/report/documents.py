@@ -1,0 +1,167 @@
+"""The JSON documents of the reading commands: plain dictionaries, full precision, names as in the ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config import Value, difference, flatten
+from harness.errors import BadInput
+from harness.records import CurvePoint, Past, Standing, Trial
+from harness.report import words
+from harness.report.summary import Facts, level
+
+
+def ledger(facts: Facts) -> list[dict[str, Any]]:
+    """Return one document per proposal, in the order of their numbers."""
+    return [proposal(past) for past in facts.past]
+
+
+def proposal(past: Past) -> dict[str, Any]:
+    """Return what was proposed, what became of it and why."""
+    said, verdict = past.proposal, past.verdict
+    screen = next((trial.score for trial in past.trials if trial.replicate == 0 and trial.score is not None), None)
+    return {
+        "proposal": past.number,
+        "parent": past.parent,
+        "diff": dict(said.diff),
+        "source": said.source,
+        "model": said.model,
+        "rationale": said.rationale,
+        "watch": said.watch,
+        "predicted_change": said.predicted_change,
+        "confidence": said.confidence,
+        "state": past.state.value,
+        "decision": None if verdict is None else verdict.decision.value,
+        "difference": None if verdict is None else verdict.difference,
+        "standard_error": None if verdict is None else verdict.standard_error,
+        "probability": None if verdict is None else verdict.probability,
+        "replicates": 0 if verdict is None else verdict.replicates,
+        "reason": words.reason(past),
+        "screening_score": screen,
+        "trials": [trial.id for trial in past.trials],
+        "failures": words.failures(past),
+    }
+
+
+def trial(found: Trial) -> dict[str, Any]:
+    """Return everything that the ledger knows of a trial, its config flat and its curve as a list."""
+    document: dict[str, Any] = {}
+    for field in dataclasses.fields(found):
+        item = getattr(found, field.name)
+        if field.name == "config":
+            document["config"] = flatten(found.config)
+            document["config_digest"] = found.config.digest
+        elif field.name == "curve":
+            document["curve"] = [point.model_dump() for point in found.curve]
+        elif isinstance(item, datetime.datetime):
+            document[field.name] = item.isoformat()
+        else:
+            document[field.name] = item
+    return document
+
+
+def lineage(facts: Facts) -> list[dict[str, Any]]:
+    """Return the chain from the baseline to the incumbent, each step with its diff and how it was proven."""
+    by_number = {past.number: past for past in facts.past}
+    return [_step(facts, standing, by_number.get(standing.node)) for standing in facts.best_lineage]
+
+
+def _step(facts: Facts, standing: Standing, past: Past | None) -> dict[str, Any]:
+    found = level(facts, standing)
+    verdict = past.verdict if past is not None else None
+    return {
+        "node": standing.node,
+        "parent": standing.parent,
+        "diff": dict(standing.diff),
+        "score": None if found is None else found.score,
+        "standard_error": None if found is None else found.standard_error,
+        "replicates": len(standing.scores),
+        "trial": standing.trial,
+        "difference": None if verdict is None else verdict.difference,
+        "difference_standard_error": None if verdict is None else verdict.standard_error,
+        "rationale": None if past is None else past.proposal.rationale,
+        "reason": None if verdict is None else verdict.reason,
+        "config": flatten(standing.config),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Two scored trials side by side. The difference is B minus A: negative means that B is better."""
+
+    a: Trial
+    b: Trial
+    diff: dict[str, Value]
+    """Knobs of B that differ from A's."""
+    difference: float
+    document_standard_error: float | None
+    """Of the difference over the val documents: how far it depends on which text was scored. The spread over seeds is
+    another matter, see `seed_standard_error`."""
+    seed_standard_error: float | None
+    """Of the difference of two single trials, from the study's noise."""
+    documents: int
+    documents_better: int
+    """Documents that B predicts better than A."""
+
+
+def compare(facts: Facts, a: Trial, b: Trial, nats_a: Sequence[float], nats_b: Sequence[float]) -> Comparison:
+    """Compare two scored trials, paired by val document; `BadInput` if one of them has no score."""
+    for found in (a, b):
+        if found.score is None:
+            raise BadInput(f"trial {found.id} has no score to compare: {words.ended(found)}")
+    assert a.score is not None
+    assert b.score is not None
+    if len(nats_a) != len(nats_b):
+        raise BadInput(f"trials {a.id} and {b.id} were scored on different documents and cannot be compared")
+    gaps = [after - before for before, after in zip(nats_a, nats_b, strict=True)]
+    nats_per_unit = math.fsum(nats_a) / a.score if a.score else 0.0
+    spread = None
+    if len(gaps) > 1 and nats_per_unit:
+        spread = statistics.stdev(gaps) * math.sqrt(len(gaps)) / nats_per_unit
+    return Comparison(
+        a=a,
+        b=b,
+        diff=difference(a.config, b.config),
+        difference=b.score - a.score,
+        document_standard_error=spread,
+        seed_standard_error=None if facts.noise is None else facts.noise.standard_deviation * math.sqrt(2),
+        documents=len(gaps),
+        documents_better=sum(gap < 0 for gap in gaps),
+    )
+
+
+def comparison(found: Comparison) -> dict[str, Any]:
+    """Return a comparison as a document."""
+    before, after = flatten(found.a.config), flatten(found.b.config)
+    return {
+        "a": _side(found.a),
+        "b": _side(found.b),
+        "diff": {knob: {"a": before.get(knob), "b": after.get(knob)} for knob in found.diff},
+        "difference": found.difference,
+        "document_standard_error": found.document_standard_error,
+        "seed_standard_error": found.seed_standard_error,
+        "documents": found.documents,
+        "documents_better": found.documents_better,
+    }
+
+
+def _side(found: Trial) -> dict[str, Any]:
+    last = found.curve[-1] if found.curve else None
+    return {
+        "trial": found.id,
+        "proposal": found.proposal,
+        "role": found.role.value,
+        "seed": found.seed,
+        "score": found.score,
+        "perplexity": found.perplexity,
+        "steps": found.steps,
+        "tokens": found.tokens,
+        "parameters": found.parameters,
+        "probe_bits_per_byte": last.probe_bits_per_byte if isinstance(last, CurvePoint) else None,
+    }

@@ -1,0 +1,216 @@
+"""What a study amounts to: everything that readers need, read at one moment, and the numbers of `overnight status`.
+
+A score here is always the mean of a config's replicates, never its luckiest run, and its standard error rests on the
+noise that is pooled over the whole study: three replicates of their own would say little about their spread.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from harness.limits import driver_seconds
+from harness.queries import Reader
+from harness.records import FAILURES, Noise, Past, ProposalState, Standing, Trial, TrialState
+from harness.rows import Event, StudyRow
+
+State = Literal["new", "running", "paused", "stopped", "killed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """A study's ledger as of one moment."""
+
+    study: StudyRow
+    trials: tuple[Trial, ...]
+    past: tuple[Past, ...]
+    lineage: tuple[Standing, ...]
+    """Every kept node in the order of keeping, the baseline first."""
+    best_lineage: tuple[Standing, ...]
+    """From the baseline to the incumbent."""
+    noise: Noise | None
+    events: tuple[Event, ...]
+    driver_lives: bool
+
+    @property
+    def baseline(self) -> Standing | None:
+        """The config that the owner began with."""
+        return self.lineage[0] if self.lineage else None
+
+    @property
+    def best(self) -> Standing | None:
+        """The incumbent."""
+        return self.lineage[-1] if self.lineage else None
+
+    def standing(self, node: int | None) -> Standing | None:
+        """Return a lineage node."""
+        return next((standing for standing in self.lineage if standing.node == node), None)
+
+    def trials_of(self, standing: Standing) -> tuple[Trial, ...]:
+        """Return the trials whose scores count for a config, in the order of their replicate numbers."""
+        found = (
+            trial
+            for trial in self.trials
+            if trial.config == standing.config and standing.scores.get(trial.replicate) == trial.score is not None
+        )
+        return tuple(sorted(found, key=lambda trial: trial.replicate))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """How good a config is, and how well that is known."""
+
+    score: float
+    """Mean of its replicates."""
+    perplexity: float | None
+    """Mean over the same trials."""
+    standard_error: float | None
+    """Of the mean, from the pooled noise; None before the noise is known."""
+    replicates: int
+    trial: int | None
+    """Trial whose checkpoint stands for it."""
+    node: int
+
+
+def gather(reader: Reader, *, driver_lives: bool, curves: bool = False) -> Facts:
+    """Read everything at one moment; the curves only where somebody will draw them."""
+    with reader.snapshot():
+        return Facts(
+            study=reader.study(),
+            trials=reader.trials(curves=curves),
+            past=reader.past(curves=False),
+            lineage=reader.lineage(),
+            best_lineage=reader.best_lineage(),
+            noise=reader.noise(),
+            events=reader.events(),
+            driver_lives=driver_lives,
+        )
+
+
+def level(facts: Facts, standing: Standing | None) -> Level | None:
+    """Return how good a config is; None before its first counted score."""
+    if standing is None or standing.score is None:
+        return None
+    perplexities = [trial.perplexity for trial in facts.trials_of(standing) if trial.perplexity is not None]
+    count = len(standing.scores)
+    return Level(
+        score=standing.score,
+        perplexity=statistics.fmean(perplexities) if perplexities else None,
+        standard_error=facts.noise.standard_deviation / math.sqrt(count) if facts.noise else None,
+        replicates=count,
+        trial=standing.trial,
+        node=standing.node,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Improvement:
+    """Baseline minus best: positive is better."""
+
+    amount: float
+    standard_error: float | None
+
+
+def improvement(facts: Facts) -> Improvement | None:
+    """Return how much better the incumbent is than the baseline; zero while the baseline is the incumbent."""
+    before, after = level(facts, facts.baseline), level(facts, facts.best)
+    if before is None or after is None:
+        return None
+    if before.node == after.node:
+        return Improvement(amount=0.0, standard_error=None)
+    if before.standard_error is None or after.standard_error is None:
+        return Improvement(amount=before.score - after.score, standard_error=None)
+    error = math.hypot(before.standard_error, after.standard_error)
+    return Improvement(amount=before.score - after.score, standard_error=error)
+
+
+def utilization(facts: Facts) -> float | None:
+    """Return the share of the wall clock, first trial's start to the newest trial's, that was budgeted training."""
+    starts = [trial.started for trial in facts.trials if trial.started is not None]
+    ends = [trial.ended for trial in facts.trials if trial.ended is not None]
+    if not starts or not ends:
+        return None
+    wall = (max(starts + ends) - min(starts)).total_seconds()
+    trained = math.fsum(trial.train_seconds for trial in facts.trials if trial.train_seconds is not None)
+    return trained / wall if wall > 0 else None
+
+
+def state(facts: Facts) -> State:
+    """Return whether the search runs, waits, has ended, died or was never begun."""
+    last = {event.kind: event.id for event in facts.events}
+    began = last.get("run_began", 0)
+    if facts.driver_lives:
+        return "paused" if last.get("pause", 0) > max(began, last.get("resume", 0)) else "running"
+    if not began:
+        return "new"
+    return "stopped" if last.get("run_ended", 0) > began else "killed"
+
+
+def stop_reason(facts: Facts) -> str | None:
+    """Return why the last run ended; None before the first one and while one is running."""
+    match state(facts):
+        case "stopped":
+            return next(event.text for event in reversed(facts.events) if event.kind == "run_ended")
+        case "killed":
+            return "the driver was killed or the machine went down; `overnight run` goes on where it was"
+        case _:
+            return None
+
+
+def kept(facts: Facts) -> int:
+    """Return how many proposals were kept."""
+    return len(facts.lineage[1:])
+
+
+def failed(facts: Facts) -> tuple[Trial, ...]:
+    """Return the trials that failed, in the order in which they began."""
+    return tuple(trial for trial in facts.trials if trial.state in FAILURES)
+
+
+def summarise(facts: Facts) -> dict[str, Any]:
+    """Return the document of `overnight status --json`."""
+    gain = improvement(facts)
+    noise = facts.noise
+    return {
+        "study": facts.study.name,
+        "task": facts.study.task,
+        "metric": facts.study.metric,
+        "budget": facts.study.budget,
+        "state": state(facts),
+        "stop_reason": stop_reason(facts),
+        "trials": _counts(TrialState, Counter(trial.state for trial in facts.trials)),
+        "proposals": _counts(ProposalState, Counter(past.state for past in facts.past)),
+        "kept": kept(facts),
+        "baseline": _level_document(level(facts, facts.baseline)),
+        "best": _level_document(level(facts, facts.best)),
+        "improvement": None if gain is None else gain.amount,
+        "improvement_standard_error": None if gain is None else gain.standard_error,
+        "noise": None if noise is None else noise.standard_deviation,
+        "noise_degrees_of_freedom": None if noise is None else noise.degrees_of_freedom,
+        "utilization": utilization(facts),
+        "train_seconds": math.fsum(t.train_seconds for t in facts.trials if t.train_seconds is not None),
+        "driver_seconds": driver_seconds(facts.events, facts.trials),
+        "sandbox": sorted({trial.sandbox for trial in facts.trials if trial.sandbox}),
+        "seal": facts.study.seal,
+    }
+
+
+def _counts(states: type[TrialState] | type[ProposalState], seen: Counter[Any]) -> dict[str, int]:
+    """Return the count of every state that occurred, in the order in which the states are defined."""
+    return {item.value: seen[item] for item in states if seen[item]}
+
+
+def _level_document(found: Level | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "score": found.score,
+        "perplexity": found.perplexity,
+        "standard_error": found.standard_error,
+        "replicates": found.replicates,
+        "trial": found.trial,
+        "node": found.node,
+    }

@@ -1,0 +1,270 @@
+"""What the reading commands print for people, in any width of terminal; 80 columns lose columns but no sense."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from harness.config import TrialConfig, flatten
+from harness.records import Past, Standing, Trial, TrialState
+from harness.report import words
+from harness.report.documents import Comparison
+from harness.report.summary import Facts, Level, failed, improvement, kept, level, state, stop_reason, utilization
+
+WIDE = 110
+"""Columns from which the ledger has room for reasons."""
+STYLES = {
+    "kept": "bold green",
+    "inconclusive": "yellow",
+    "discarded": "dim",
+    "refused": "magenta",
+    "duplicate": "magenta",
+    "stale": "magenta",
+    "running": "cyan",
+    "queued": "cyan",
+}
+
+
+def _pairs() -> Table:
+    """Return an empty two-column list of names and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _rows(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", vertical="top", overflow="fold")
+    return table
+
+
+def _level_words(found: Level | None, metric: str) -> str:
+    if found is None:
+        return "not known yet"
+    score = words.plus_minus(words.score(found.score), found.standard_error)
+    perplexity = f", perplexity {found.perplexity:.2f}" if found.perplexity is not None else ""
+    return f"{score} {metric}{perplexity} (mean of {words.count(found.replicates, 'trial')})"
+
+
+def headline(facts: Facts) -> str:
+    """Return the answer of the study in one sentence."""
+    before, gain = level(facts, facts.baseline), improvement(facts)
+    if before is None or gain is None:
+        return "Nothing is known yet: the baseline has no score."
+    tried = words.count(len(facts.past), "proposal")
+    if not kept(facts):
+        return f"No improvement is proven: {tried}, none kept."
+    error = f" ± {gain.standard_error:.4f}" if gain.standard_error is not None else ""
+    return (
+        f"The best config is {gain.amount:.4f}{error} {facts.study.metric} better than the baseline"
+        f" ({gain.amount / before.score:.1%}); {kept(facts)} of {tried} kept."
+    )
+
+
+def status(facts: Facts) -> RenderableType:
+    """Return the state of a study on one screen."""
+    table = _pairs()
+    reason = stop_reason(facts)
+    table.add_row("study", f"{facts.study.name} ({facts.study.task}, {facts.study.budget} a trial)")
+    table.add_row("state", state(facts) + (f": {reason}" if reason else ""))
+    table.add_row("baseline", _level_words(level(facts, facts.baseline), facts.study.metric))
+    best = level(facts, facts.best)
+    name = f" [{words.node(best.node)}]" if best is not None and best.node else ""
+    table.add_row("best", Text(_level_words(best, facts.study.metric) + name))
+    if facts.noise is not None:
+        freedom = facts.noise.degrees_of_freedom
+        table.add_row("noise", f"{facts.noise.standard_deviation:.4f} between seeds ({freedom} degrees of freedom)")
+    done, broken = sum(trial.score is not None for trial in facts.trials), len(failed(facts))
+    table.add_row("trials", f"{done} scored, {broken} failed of {len(facts.trials)}")
+    states = {decision: sum(words.outcome(past) == decision for past in facts.past) for decision in STYLES}
+    table.add_row("proposals", ", ".join(f"{number} {name}" for name, number in states.items() if number) or "none")
+    share = utilization(facts)
+    if share is not None:
+        table.add_row("utilization", f"{share:.0%} of the wall clock was budgeted training")
+    return Group(Text(headline(facts), style="bold"), "", table)
+
+
+def ledger(facts: Facts, width: int) -> RenderableType:
+    """Return one row per proposal; the reasons join in from `WIDE` columns on."""
+    wide = width >= WIDE
+    columns = ["#", "change", "difference", "runs", "outcome"]
+    if wide:
+        columns[1:1] = ["parent", "source"]
+        columns.append("why")
+    table = _rows(*columns, right=("#", "difference", "runs"))
+    table.columns[columns.index("difference")].no_wrap = True
+    table.columns[columns.index("outcome")].no_wrap = True
+    configs = {standing.node: standing.config for standing in facts.lineage}
+    for past in facts.past:
+        name = words.outcome(past)
+        cells = [str(past.number), "\n".join(words.change(past.proposal.diff, _parent(past, configs)))]
+        cells += [_difference(past), str(len(past.trials)), name]
+        if wide:
+            cells[1:1] = [words.node(past.parent), past.proposal.source]
+            cells.append(words.reason(past) or words.NOTHING)
+        style = STYLES.get(name, "")
+        table.add_row(
+            *(Text(cell, style=style if at == columns.index("outcome") else "") for at, cell in enumerate(cells))
+        )
+    note = "difference: candidate minus incumbent on fresh shared seeds; negative is better."
+    if not wide:
+        note += " Reasons: `overnight show pN`, or a wider terminal."
+    return Group(table, Text(note, style="dim"))
+
+
+def _parent(past: Past, configs: dict[int, TrialConfig]) -> TrialConfig | None:
+    return None if past.parent is None else configs.get(past.parent)
+
+
+def _difference(past: Past) -> str:
+    if past.verdict is not None and past.verdict.difference is not None:
+        if past.verdict.replicates == 0:
+            return f"({words.signed(past.verdict.difference)})"
+        return words.plus_minus(words.signed(past.verdict.difference), past.verdict.standard_error)
+    return next(iter(words.failures(past)), words.NOTHING)
+
+
+def lineage(facts: Facts) -> RenderableType:
+    """Return the chain from the baseline to the incumbent, then the config that it amounts to."""
+    if facts.baseline is None or facts.best is None:
+        return Text("The baseline has no score yet, so there is no lineage.")
+    table = _rows("node", "change", "difference", "score", "why it was kept", right=("difference", "score"))
+    configs = {standing.node: standing.config for standing in facts.lineage}
+    by_number = {past.number: past for past in facts.past}
+    for standing in facts.best_lineage:
+        found, past = level(facts, standing), by_number.get(standing.node)
+        parent = None if standing.parent is None else configs[standing.parent]
+        score = words.NOTHING if found is None else words.plus_minus(words.score(found.score), found.standard_error)
+        table.add_row(
+            words.node(standing.node),
+            "\n".join(words.change(standing.diff, parent)) or "the owner's config",
+            words.NOTHING if past is None else _difference(past),
+            score,
+            words.NOTHING if past is None else words.reason(past),
+        )
+    return Group(
+        table, "", Text("Together, against the baseline:", style="bold"), Padding(_totals(facts), (0, 0, 0, 2))
+    )
+
+
+def _totals(facts: Facts) -> RenderableType:
+    assert facts.baseline is not None
+    assert facts.best is not None
+    changes = total_changes(facts.baseline, facts.best)
+    if not changes:
+        return Text("nothing: the baseline is the best known config")
+    table = _pairs()
+    for knob, (before, after) in changes.items():
+        table.add_row(knob, f"{before} → {after}")
+    return table
+
+
+def total_changes(baseline: Standing, best: Standing) -> dict[str, tuple[str, str]]:
+    """Return every knob in which the best config differs from the baseline, as words for before and after."""
+    before, after = flatten(baseline.config), flatten(best.config)
+    return {
+        knob: (words.value(before.get(knob)), words.value(after.get(knob)))
+        for knob in sorted(before | after)
+        if before.get(knob) != after.get(knob)
+    }
+
+
+def trial(found: Trial) -> RenderableType:
+    """Return one trial: what ran, how it ended, its curve and its config."""
+    table = _pairs()
+    table.add_row("trial", f"{found.id}: {words.purpose(found)}, seed {found.seed}, budget {found.budget}")
+    style = "bold" if found.score is not None else "" if found.state is TrialState.RUNNING else "red"
+    table.add_row("outcome", Text(words.ended(found), style=style))
+    if found.perplexity is not None:
+        table.add_row("perplexity", f"{found.perplexity:.2f} a token")
+    for name, item in _amounts(found).items():
+        table.add_row(name, item)
+    table.add_row("device", f"{found.device}, sandbox {found.sandbox}, epoch {found.epoch}")
+    parts: list[RenderableType] = [table]
+    if found.curve:
+        parts += ["", Text("Learning curve", style="bold"), _curve(found)]
+    parts += ["", Text("Config", style="bold"), _config(found.config)]
+    return Group(*parts)
+
+
+def _amounts(found: Trial) -> dict[str, str]:
+    amounts: dict[str, str] = {}
+    if found.steps is not None:
+        tokens = f", {found.tokens:,} tokens" if found.tokens is not None else ""
+        size = f", {found.parameters:,} parameters" if found.parameters is not None else ""
+        amounts["work"] = f"{words.count(found.steps, 'step')}{tokens}{size}"
+    spans = {"train": found.train_seconds, "warm-up": found.warmup_seconds, "score": found.score_seconds}
+    times = [f"{name} {seconds:.1f} s" for name, seconds in spans.items() if seconds is not None]
+    if times:
+        amounts["time"] = ", ".join(times)
+    if found.peak_memory_bytes is not None:
+        amounts["peak memory"] = f"{found.peak_memory_bytes / 2**20:,.0f} MiB"
+    return amounts
+
+
+def _curve(found: Trial) -> Table:
+    names = ("progress", "step", "train loss", "probe bits/byte", "learning rate", "gradient norm")
+    table = _rows(*names, right=names)
+    for point in found.curve:
+        numbers = (point.train_loss, point.probe_bits_per_byte, point.learning_rate, point.gradient_norm)
+        table.add_row(f"{point.progress:.0%}", str(point.step), *(words.value(number) for number in numbers))
+    return table
+
+
+def _config(config: TrialConfig) -> Table:
+    table = _pairs()
+    for knob, item in flatten(config).items():
+        table.add_row(knob, words.value(item))
+    return table
+
+
+def proposal(past: Past, parent: TrialConfig | None) -> RenderableType:
+    """Return one proposal: what, why, what was expected, what became of it, and its trials."""
+    said = past.proposal
+    table = _pairs()
+    made_by = said.source + (f" ({said.model})" if said.model else "")
+    table.add_row("proposal", f"p{past.number} by {made_by}, on {words.node(past.parent)}")
+    table.add_row("change", "\n".join(words.change(said.diff, parent)))
+    table.add_row("why", Text(said.rationale))
+    table.add_row("watch", Text(said.watch))
+    if said.predicted_change is not None:
+        table.add_row("predicted", words.signed(said.predicted_change))
+    table.add_row("outcome", Text(words.outcome(past), style=STYLES.get(words.outcome(past), "")))
+    table.add_row("difference", _difference(past))
+    table.add_row("reason", Text(words.reason(past) or words.NOTHING))
+    if not past.trials:
+        return table
+    trials = _rows("trial", "role", "replicate", "ended", right=("trial", "replicate"))
+    for found in past.trials:
+        trials.add_row(str(found.id), found.role.value, str(found.replicate), Text(words.ended(found)))
+    return Group(table, "", trials)
+
+
+def comparison(found: Comparison, metric: str) -> RenderableType:
+    """Return two trials side by side, and how much of their difference is more than chance."""
+    table = _rows("", f"A: trial {found.a.id}", f"B: trial {found.b.id}")
+    for name, of in (
+        ("what", words.purpose),
+        (metric, lambda trial: words.score(trial.score)),
+        ("perplexity", lambda trial: words.value(trial.perplexity)),
+        ("seed", lambda trial: str(trial.seed)),
+        ("steps", lambda trial: words.value(trial.steps)),
+        ("parameters", lambda trial: words.value(trial.parameters)),
+    ):
+        table.add_row(name, of(found.a), of(found.b))
+    before, after = flatten(found.a.config), flatten(found.b.config)
+    for knob in found.diff:
+        table.add_row(knob, words.value(before.get(knob)), words.value(after.get(knob)), style="bold")
+    better = "better" if found.difference < 0 else "worse"
+    lines = [f"B is {abs(found.difference):.4f} {better} than A."]
+    if found.seed_standard_error is not None:
+        lines.append(f"Two seeds of one config differ by about {found.seed_standard_error:.4f} (the study's noise).")
+    lines.append(f"B predicts {found.documents_better} of {found.documents} val documents better.")
+    if found.document_standard_error is not None:
+        lines.append(f"Over documents the difference has a standard error of {found.document_standard_error:.4f}.")
+    return Group(table, "", Text("\n".join(lines)))

@@ -1,0 +1,149 @@
+"""How numbers, diffs and outcomes are written for people: once, so that terminal, live view and page agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.config import TrialConfig, Value, flatten
+from harness.records import BASELINE, Past, ProposalState, Role, Trial, TrialState
+
+MINUS = "\u2212"
+NOTHING = "–"
+_PLAIN_SECTIONS = ("optim.", "schedule.", "batch.", "model.")
+STATE_WORDS = {
+    TrialState.RUNNING: "running",
+    TrialState.SCORED: "scored",
+    TrialState.STOPPED: "stopped early",
+    TrialState.OUT_OF_MEMORY: "out of memory",
+    TrialState.DIVERGED: "diverged",
+    TrialState.CRASHED: "crashed",
+    TrialState.TIMED_OUT: "timed out",
+    TrialState.INTERRUPTED: "interrupted",
+    TrialState.LOST: "lost",
+    TrialState.INVALID: "invalid",
+}
+
+
+def short(knob: str) -> str:
+    """Return a knob's name without its section where the rest says enough."""
+    for section in _PLAIN_SECTIONS:
+        if knob.startswith(section):
+            return knob.removeprefix(section)
+    return knob
+
+
+def value(item: Value | None) -> str:
+    """Return a knob's value, floats with at most four digits."""
+    match item:
+        case None:
+            return NOTHING
+        case bool():
+            return str(item).lower()
+        case float():
+            return f"{item:.4g}"
+        case _:
+            return str(item)
+
+
+def change(diff: Mapping[str, Value], parent: TrialConfig | None) -> list[str]:
+    """Return one ``knob old → new`` per turned knob; without the old value where the parent is not known."""
+    before = flatten(parent) if parent is not None else {}
+    return [
+        f"{short(knob)} {value(before[knob])} → {value(new)}" if knob in before else f"{short(knob)} = {value(new)}"
+        for knob, new in sorted(diff.items())
+    ]
+
+
+def score(number: float | None) -> str:
+    """Return a score with four decimals."""
+    return NOTHING if number is None else f"{number:.4f}"
+
+
+def signed(number: float | None) -> str:
+    """Return a difference with its sign and four decimals."""
+    if number is None:
+        return NOTHING
+    return f"{MINUS if number < 0 else '+'}{abs(number):.4f}"
+
+
+def plus_minus(text: str, standard_error: float | None) -> str:
+    """Return ``text ± standard error``, or the text alone where the error is not known."""
+    return text if standard_error is None else f"{text} ± {standard_error:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a span in the two units that a person would use."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s" if whole < 600 else f"{round(whole / 60)} min"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def count(number: int, noun: str) -> str:
+    """Return ``1 trial`` or ``2 trials``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def node(number: int | None) -> str:
+    """Return the name of a lineage node."""
+    if number is None:
+        return NOTHING
+    return "baseline" if number == BASELINE else f"p{number}"
+
+
+def outcome(past: Past) -> str:
+    """Return what became of a proposal in one word."""
+    if past.verdict is not None:
+        return past.verdict.decision.value
+    return past.state.value
+
+
+def reason(past: Past) -> str | None:
+    """Return why a proposal ended as it did, in one sentence; None while it waits or runs."""
+    if past.verdict is not None:
+        return past.verdict.reason
+    return past.reason
+
+
+def failures(past: Past) -> list[str]:
+    """Return how trials of a proposal failed, each way once."""
+    return list(
+        dict.fromkeys(
+            STATE_WORDS[trial.state]
+            for trial in past.trials
+            if trial.state not in (TrialState.SCORED, TrialState.RUNNING)
+        )
+    )
+
+
+def decided(past: Past, parent: TrialConfig | None) -> str:
+    """Return the line that tells what became of a proposal."""
+    changes = ", ".join(change(past.proposal.diff, parent))
+    said = reason(past)
+    if past.state is ProposalState.RUNNING or said is None:
+        return f"p{past.number} {outcome(past)}: {changes}"
+    return f"p{past.number} {outcome(past)}: {changes}. {said[:1].upper()}{said[1:]}"
+
+
+def purpose(trial: Trial) -> str:
+    """Return whose trial it is and why it runs, e.g. ``p7, replicate 2`` or ``baseline, seed 1 of it``."""
+    owner = "baseline" if trial.proposal is None else f"p{trial.proposal}"
+    match trial.role:
+        case Role.BASELINE:
+            return f"baseline, replicate {trial.replicate}"
+        case Role.SCREEN:
+            return f"{owner}, screening"
+        case Role.FINAL:
+            return f"{owner}, full run"
+        case _:
+            return f"{owner}, {trial.role.value} {trial.replicate}"
+
+
+def ended(trial: Trial) -> str:
+    """Return how a trial ended, with its score or the reason why it has none."""
+    if trial.score is not None:
+        return score(trial.score)
+    text = STATE_WORDS[trial.state]
+    return f"{text}: {trial.error_text}" if trial.error_text else text

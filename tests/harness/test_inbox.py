@@ -1,0 +1,97 @@
+"""The inbox: whole letters, nothing lost, junk put aside."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import filelock
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import BadInput
+from harness.inbox import Message, Pause, Propose, Resume, Stop, Unreadable, driver_is_running, post, take, waiting
+from harness.paths import StudyPaths
+from harness.records import Proposal
+
+VALUES = st.one_of(st.booleans(), st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6), st.text(max_size=8))
+PROPOSALS = st.builds(
+    Proposal,
+    diff=st.dictionaries(st.text(string.ascii_lowercase + "._", min_size=1, max_size=12), VALUES, max_size=3),
+    source=st.just("hand"),
+    rationale=st.text(max_size=40),
+    watch=st.text(max_size=40),
+    parent=st.none() | st.integers(0, 99),
+)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> StudyPaths:
+    return StudyPaths(tmp_path)
+
+
+@given(proposal=PROPOSALS)
+def test_a_proposal_survives_the_trip(tmp_path_factory: pytest.TempPathFactory, proposal: Proposal) -> None:
+    """What is posted is what is taken, to the last character."""
+    paths = StudyPaths(tmp_path_factory.mktemp("study"))
+    post(paths, Propose(proposal=proposal))
+    assert list(take(paths)) == [Propose(proposal=proposal)]
+    assert list(take(paths)) == []
+
+
+def test_order_is_kept(paths: StudyPaths) -> None:
+    """Messages come out in the order they went in."""
+    sent: list[Message] = [Pause(), Resume(), Stop(), Pause()]
+    for message in sent:
+        post(paths, message)
+    assert list(take(paths)) == sent
+
+
+def test_a_letter_stays_until_it_was_dealt_with(paths: StudyPaths) -> None:
+    """A driver that dies while it handles a message finds it again."""
+    post(paths, Stop())
+    messages = take(paths)
+    assert next(messages) == Stop()
+    messages.close()  # type: ignore[attr-defined]  # a generator: as if the driver had been killed here
+    assert list(take(paths)) == [Stop()]
+
+
+@pytest.mark.parametrize("junk", [b"{", b"\xff\xfe", b"[]", b'{"kind": "explode"}', b'{"kind": "propose"}', b""])
+def test_junk_is_put_aside_with_the_reason(paths: StudyPaths, junk: bytes) -> None:
+    """A file that is no message neither stops the search nor comes back."""
+    paths.inbox.mkdir()
+    (paths.inbox / "00.json").write_bytes(junk)
+    post(paths, Stop())
+    taken = list(take(paths))
+    assert isinstance(taken[0], Unreadable)
+    assert taken[0].reason
+    assert taken[1:] == [Stop()]
+    assert list(take(paths)) == []
+    assert (paths.inbox / "unreadable" / "00.json").read_bytes() == junk
+
+
+def test_half_written_letters_are_not_read(paths: StudyPaths) -> None:
+    """Only a finished letter counts; one still being written is left alone."""
+    paths.inbox.mkdir()
+    (paths.inbox / ".2.json").write_text('{"kind": "st')
+    assert waiting(paths) == []
+    assert (paths.inbox / ".2.json").exists()
+
+
+def test_an_inbox_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    """A disk that does not take the letter is said in one sentence."""
+    (tmp_path / "inbox").write_text("a file where the folder should be")
+    with pytest.raises(BadInput, match="inbox"):
+        post(StudyPaths(tmp_path), Pause())
+
+
+def test_only_a_held_lock_means_a_running_driver(paths: StudyPaths) -> None:
+    """A lock file without its owner, as kill -9 leaves it, is no running driver."""
+    assert not driver_is_running(paths)
+    with filelock.FileLock(paths.lock):
+        assert driver_is_running(paths)
+    paths.lock.touch()
+    assert not driver_is_running(paths)
+    with filelock.FileLock(paths.lock, timeout=0):
+        pass
