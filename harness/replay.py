@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 from frozen.timer import Budget
 from frozen.tokens import EncodedSplit
