@@ -49,7 +49,7 @@ LARGEST_PROBE_BYTES = 1 << 15
 DEMO_BUDGET = "5e11flop"
 DEMO_TEXT_BYTES = 3_000_000
 DEMO_LEAST_BYTES = 1_000_000
-DEMO_EVALUATION = Evaluation(context=128, stride=64, probe_bytes=16_000, val_bytes=100_000, holdout_bytes=100_000)
+DEMO_EVALUATION = Evaluation(context=128, stride=96, probe_bytes=6_000, val_bytes=64_000, holdout_bytes=64_000)
 DEMO_VOCABULARY = 1024
 
 
