@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from frozen.timer import Budget
-
 from harness.config import TrialConfig
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.study import Study

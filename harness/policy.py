@@ -13,11 +13,12 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 import policies
+from frozen.timer import Budget
 from harness.config import (
     WEIGHT_PREFIX,
     Knob,
@@ -33,9 +34,6 @@ from harness.config import (
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
 from harness.records import JudgeRules, Proposal
-
-if TYPE_CHECKING:  # a budget is only read here
-    from frozen.timer import Budget
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
 """A knob of this name stands for one weight per source, where a study has several sources."""
@@ -197,25 +195,22 @@ class Policy(Section):
         return self.too_few_steps(config, budget, vocabulary) or config
 
     def too_few_steps(self, config: TrialConfig, budget: Budget, vocabulary: int) -> Refusal | None:
-        """Refuse a config whose optimizer steps within a token or flop budget are fewer than ``minimum_steps``."""
+        """Return why a config gets too few optimizer steps within the budget, or None; a baseline is asked this too."""
         batch = config.batch
+        if budget.kind == "seconds":  # how many steps fit is only known after they ran
+            return None
         per_step = batch.tokens_per_step
-        sum_ = f"{batch.per_device} sequences × {batch.accumulation} passes × {batch.sequence_length} tokens"
-        match budget.kind:
-            case "seconds":  # how many steps fit is only known after they ran
-                return None
-            case "tokens":
-                cost, unit = float(per_step), f"{per_step} tokens"
-            case "flops":
-                factor = FLOPS_PER_PARAMETER_AND_TOKEN
-                parameters = config.model.parameters(vocabulary)
-                cost = float(factor * parameters * per_step)
-                unit = f"{per_step} tokens × {factor} × {parameters} parameters = {cost:.3g} flops"
+        cost, unit = float(per_step), f"{per_step} tokens"
+        if budget.kind == "flops":
+            factor, parameters = FLOPS_PER_PARAMETER_AND_TOKEN, config.model.parameters(vocabulary)
+            cost *= factor * parameters
+            unit += f" × {factor} × {parameters} parameters = {cost:.3g} flops"
+        product = f"{batch.per_device} sequences × {batch.accumulation} passes × {batch.sequence_length} tokens"
         steps = budget.amount / cost
         if steps >= self.proposals.minimum_steps:
             return None
         return Refusal(
-            f"one optimizer step takes {sum_} = {unit}, so the budget of {budget} gives {steps:.1f} steps;"
+            f"one optimizer step takes {product} = {unit}, so the budget of {budget} gives {steps:.1f} steps;"
             f" the policy asks for {self.proposals.minimum_steps}: take a smaller batch"
             + (" or model" if budget.kind == "flops" else "")
         )

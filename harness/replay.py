@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from frozen.timer import Budget
 from scipy import stats
 
+from frozen.timer import Budget
 from harness import checkpoints
 from harness.card import model_card
 from harness.errors import CheckFailed, WrongUse

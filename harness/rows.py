@@ -209,20 +209,24 @@ def proposal_value(row: sqlite3.Row) -> Proposal:
     )
 
 
+PLAIN_COLUMNS = (
+    *("id", "proposal", "seed", "replicate", "epoch", "budget", "score", "perplexity", "steps", "tokens", "parameters"),
+    *("train_seconds", "warmup_seconds", "score_seconds", "wall_seconds", "peak_memory_bytes", "device", "sandbox"),
+    *("seal", "error_class", "error_text", "checkpoint_digest"),
+)
+"""Columns of ``trials`` that are fields of `Trial` as they are."""
+
+
 def trial_value(row: sqlite3.Row, configs: Configs, curve: tuple[CurvePoint, ...]) -> Trial:
     """Return a row of ``trials`` and its curve as a value."""
-    started, ended = moment(row["started"]), moment(row["ended"])
-    same = ("id", "proposal", "seed", "replicate", "epoch", "budget", "score", "perplexity", "steps", "tokens")
-    same += ("parameters", "train_seconds", "warmup_seconds", "score_seconds", "wall_seconds", "peak_memory_bytes")
-    same += ("device", "sandbox", "seal", "error_class", "error_text", "checkpoint_digest")
     return Trial(
         role=Role(row["role"]),
         state=TrialState(row["state"]),
         config=configs.value(row["config"]),
-        started=started,
-        ended=ended,
+        started=moment(row["started"]),
+        ended=moment(row["ended"]),
         curve=curve,
-        **{name: row[name] for name in same},
+        **{name: row[name] for name in PLAIN_COLUMNS},
     )
 
 

@@ -6,54 +6,42 @@ could miss. ``kill -9`` at any line costs at most the running trial.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import json
 import os
-import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from types import FrameType
-from typing import Any, assert_never
+from contextlib import ExitStack
+from typing import assert_never
 
-from frozen.timer import Budget
-
-from harness import checkpoints, inbox
-from harness.config import TrialConfig, flatten
-from harness.errors import StoppedEarly
+from harness import checkpoints
+from harness.config import flatten
+from harness.errors import OvernightError, StoppedEarly
 from harness.expectations import expectations
 from harness.launch import Launcher
 from harness.ledger import Ledger
-from harness.limits import Limits, driver_seconds, expected_seconds, reached
+from harness.limits import Limits, driver_seconds, reached
 from harness.locks import device_lock, driver_lock
-from harness.orders import score_order, train_order
-from harness.paths import TrialPaths
+from harness.owner import Ended, Owner, Stopped
 from harness.policy import Refusal
 from harness.proposers import load_proposer
 from harness.queries import Reader
 from harness.records import (
     BASELINE,
-    CurvePoint,
     Decision,
-    Failed,
     History,
     Past,
     ProposalState,
     Proposer,
     Role,
-    Scored,
     Standing,
-    Trained,
     Trial,
-    TrialState,
     Verdict,
 )
 from harness.recovery import recover
-from harness.rows import Ending, NewNode
+from harness.rows import NewNode
 from harness.study import Study
+from harness.trials import TrialRunner
 from harness.view import View
-from harness.walk import VANISHED, VANISHED_LIMIT, Repair, Run, consecutive_failures, inconclusive, next_step
+from harness.walk import Repair, Run, consecutive_failures, inconclusive, next_step
 
 BASELINE_REPLICATES = 3
 """Seeds that the baseline runs with before anything is judged against it."""
@@ -61,23 +49,6 @@ FAILURES_BEFORE_CANARY = 3
 """Failed trials in a row after which the baseline runs again: is it the configs or the machine?"""
 FRUITLESS_LIMIT = 50
 """Proposals in a row that lead to no trial before the space counts as exhausted."""
-PAUSE_POLL_SECONDS = 0.5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stopped:
-    """How a search ended."""
-
-    reason: str
-    exit_code: int
-
-
-class _Ended(Exception):
-    """Control flow: the owner ended the search, by a signal or from another shell."""
-
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.stopped = Stopped(reason=reason, exit_code=exit_code)
 
 
 def search(study: Study, *, limits: Limits, proposer: str | None, cold: bool, view: View) -> Stopped:
@@ -91,14 +62,19 @@ def search(study: Study, *, limits: Limits, proposer: str | None, cold: bool, vi
         ledger = stack.enter_context(Ledger.open(study.paths.ledger))
         reader = stack.enter_context(Reader(study.paths.ledger))
         study.seal.verify(thorough=True)
+        recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
         name = proposer or study.file.agent.proposer
         chosen = load_proposer(name)
         stack.callback(chosen.close)
         launcher = stack.enter_context(
             Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads)
         )
-        loop = _Loop(study, limits, ledger, reader, chosen, launcher, view)
-        stack.enter_context(loop.signals())
+        owner = Owner(study.paths, ledger, view)
+        stack.enter_context(owner.signals())
+        trials = TrialRunner(study, ledger, reader, launcher, owner, view)
+        loop = _Loop(study, limits, ledger, reader, chosen, trials, owner, view)
+        for line in expectations(study, reader, launcher.sandbox_tier, limits):
+            view.say(line)
         return loop.run()
 
 
@@ -112,7 +88,8 @@ class _Loop:
         ledger: Ledger,
         reader: Reader,
         proposer: Proposer,
-        launcher: Launcher,
+        trials: TrialRunner,
+        owner: Owner,
         view: View,
     ) -> None:
         self.study = study
@@ -120,29 +97,27 @@ class _Loop:
         self.ledger = ledger
         self.reader = reader
         self.proposer = proposer
-        self.launcher = launcher
+        self.trials = trials
+        self.owner = owner
         self.view = view
         self.rules = study.policy.judge
         self.decided = 0
-        self.paused = False
-        self.end: _Ended | None = None
         self.began_seconds = time.monotonic()
         self.earlier_seconds = 0.0
 
     # --- the loop ---
 
     def run(self) -> Stopped:
-        recover(self.study.mark, self.ledger, self.reader)
         self.earlier_seconds = driver_seconds(self.reader.events(), self.reader.trials())
         self.ledger.event("run_began", f"driver {os.getpid()} began", {"pid": os.getpid()})
         stopped = Stopped(reason="the driver failed", exit_code=1)
         try:
             stopped = self.loop()
-        except _Ended as ended:
+        except Ended as ended:
             stopped = ended.stopped
-        except StoppedEarly as early:
-            self.ledger.event("paused", str(early))
-            stopped = Stopped(reason=str(early), exit_code=early.exit_code)
+        except OvernightError as error:
+            self.ledger.event("stopped_early", str(error), {"class": type(error).__name__})
+            stopped = Stopped(reason=str(error).rstrip("."), exit_code=error.exit_code)
         finally:
             seconds = time.monotonic() - self.began_seconds
             self.ledger.event("run_ended", stopped.reason, {"seconds": seconds, "exit_code": stopped.exit_code})
@@ -150,8 +125,6 @@ class _Loop:
         return stopped
 
     def loop(self) -> Stopped:
-        for line in expectations(self.study, self.reader, self.launcher.sandbox_tier, self.limits):
-            self.view.say(line)
         while (reason := self.limit()) is None:
             step = self.baseline_step()
             if step is not None:
@@ -181,8 +154,8 @@ class _Loop:
 
     def baseline_trial(self, step: Run) -> None:
         """Run the baseline; if even that fails the machine is at fault, not the proposals."""
-        trial = self.run_trial(step)
-        if self.gave_up(trial):
+        trial = self.trials.run(step)
+        if self.trials.gave_up(trial):
             raise StoppedEarly(
                 f"the {step.role.value} failed: trial {trial.id} ended {trial.state.value} ({trial.error_text});"
                 f" see {self.study.paths.trial(trial.id).log}"
@@ -209,7 +182,7 @@ class _Loop:
 
     def next_proposal(self) -> Past | None:
         """Return the next proposal that passed or failed admission; None when nobody has anything left to propose."""
-        self.take_inbox()
+        self.owner.take_inbox()
         queued = self.reader.queued()
         if not queued:
             if self.fruitless() >= FRUITLESS_LIMIT:
@@ -264,8 +237,8 @@ class _Loop:
                         return
                     if consecutive_failures(self.reader.trials()) >= FAILURES_BEFORE_CANARY:
                         return
-                    trial = self.run_trial(step)
-                    if step.config == incumbent.config and self.gave_up(trial):
+                    trial = self.trials.run(step)
+                    if step.config == incumbent.config and self.trials.gave_up(trial):
                         self.decide(
                             past, inconclusive(f"the incumbent's trial {trial.id} ended {trial.state.value}"), incumbent
                         )
@@ -295,94 +268,7 @@ class _Loop:
         confirmed = [t for t in past.trials if t.config == past.config and t.replicate > 0 and t.score is not None]
         return min(confirmed, key=lambda trial: trial.replicate)
 
-    # --- one trial ---
-
-    def run_trial(self, step: Run) -> Trial:
-        """Seal, row, training, scoring, row."""
-        self.wait_while_paused()
-        seal = self.study.seal.verify(thorough=False)
-        self.make_room()
-        seed = self.study.seed_of(step.replicate)
-        number = self.ledger.begin(
-            proposal=step.proposal,
-            role=step.role,
-            config=step.config,
-            seed=seed,
-            replicate=step.replicate,
-            epoch=self.reader.epoch(),
-            budget=str(self.study.budget),
-            seal=seal,
-            device=self.study.device,
-            sandbox=self.launcher.sandbox_tier,
-        )
-        paths = self.study.paths.trial(number)
-        paths.train.mkdir(parents=True)
-        _write_order(paths, step.config, seed, self.study.budget)
-        self.view.trial_began(self.reader.trial(number))
-        points: list[CurvePoint] = []
-        ending = dataclasses.replace(
-            self.train_and_score(step.config, seed, paths, number, points), curve=tuple(points)
-        )
-        self.ledger.close_trial(number, ending)
-        trial = self.reader.trial(number)
-        self.view.trial_ended(trial)
-        if self.end is not None:
-            raise self.end
-        return trial
-
-    def train_and_score(
-        self, config: TrialConfig, seed: int, paths: TrialPaths, number: int, points: list[CurvePoint]
-    ) -> Ending:
-        def on_point(point: CurvePoint) -> None:
-            points.append(point)
-            with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
-                lines.write(point.model_dump_json() + "\n")
-            self.view.point(number, point)
-
-        trained = self.launcher.run(
-            train_order(self.study, config, seed=seed, budget=self.study.budget, folder=paths.train),
-            log=paths.log,
-            deadline_seconds=self.deadline_seconds(),
-            on_point=on_point,
-            should_stop=self.should_stop,
-        )
-        if not isinstance(trained, Trained):
-            assert isinstance(trained, Failed)
-            return Ending.of_failed(trained)
-        checkpoint = checkpoints.digest_of(paths.weights)
-        self.study.seal.verify(thorough=False)
-        scored = self.launcher.run(
-            score_order(self.study, config, weights=paths.weights, split="val"),
-            log=paths.log,
-            deadline_seconds=self.deadline_seconds(),
-            should_stop=self.should_stop,
-        )
-        if not isinstance(scored, Scored):
-            assert isinstance(scored, Failed)
-            return Ending.of_failed(scored, trained=trained)
-        if checkpoints.digest_of(paths.weights) != checkpoint:
-            changed = Failed(
-                state=TrialState.INVALID,
-                error_class="WeightsChanged",
-                error_text="the weights changed while they were being scored",
-            )
-            return Ending.of_failed(changed, trained=trained)
-        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=checkpoint)
-
-    def deadline_seconds(self) -> float:
-        """Return how long a job may take by the wall clock: generous for the first, then six times the usual."""
-        usual = expected_seconds(self.reader.trials())
-        least = self.study.least_deadline_seconds
-        return least if usual is None else max(least / 4, 6 * usual)
-
-    def gave_up(self, trial: Trial) -> bool:
-        """Tell whether a trial without a score is final: a failure, or the second that vanished under a live driver."""
-        if trial.state is not TrialState.LOST:
-            return trial.score is None
-        same = [t for t in self.reader.trials() if (t.config, t.seed) == (trial.config, trial.seed)]
-        return sum(t.error_class == VANISHED for t in same) >= VANISHED_LIMIT
-
-    # --- limits, requests, disk ---
+    # --- limits and housekeeping ---
 
     def limit(self) -> str | None:
         """Say which limit forbids another trial."""
@@ -395,53 +281,9 @@ class _Loop:
             fallback_seconds=self.study.budget.amount if self.study.budget.kind == "seconds" else 0.0,
         )
 
-    def should_stop(self) -> bool:
-        """Tell the launcher whether the owner wants the running trial ended; takes the inbox in passing."""
-        self.take_inbox()
-        return self.end is not None
-
-    def take_inbox(self) -> None:
-        """Book what came from outside since the last look."""
-        for message in inbox.take(self.study.paths):
-            match message:
-                case inbox.Propose():
-                    number = self.ledger.queue(message.proposal)
-                    self.view.say(f"Proposal {number} from {message.proposal.source} is queued.")
-                case inbox.Pause():
-                    self.paused = True
-                    self.ledger.event("pause", "the owner asked to pause")
-                case inbox.Resume():
-                    self.paused = False
-                    self.ledger.event("resume", "the owner asked to go on")
-                case inbox.Stop():
-                    self.end = self.end or _Ended("the owner asked to stop", exit_code=0)
-                    self.ledger.event("stop", "the owner asked to stop")
-                case inbox.Unreadable():
-                    self.ledger.event("unreadable", f"{message.file} in the inbox is no message: {message.reason}")
-                case _:
-                    assert_never(message)
-
-    def wait_while_paused(self) -> None:
-        self.take_inbox()
-        if self.paused and self.end is None:
-            self.view.say("Paused by the owner; `overnight resume` goes on.")
-        while self.paused and self.end is None:
-            time.sleep(PAUSE_POLL_SECONDS)
-            self.take_inbox()
-        if self.end is not None:
-            raise self.end
-
-    def make_room(self) -> None:
-        """Keep the disk's reserve: prune what is no part of the lineage, else stop before the disk is full."""
-        checkpoints.make_room(self.study.paths, self.needed_trials(), self.study.checkpoint_bytes)
-
-    def needed_trials(self) -> set[int]:
-        """Return the trials whose weights a running proposal may still publish."""
-        return {trial.id for past in self.reader.running() for trial in past.trials}
-
     def prune(self) -> None:
         """Drop the weights of trials that neither the lineage nor a running proposal needs."""
-        checkpoints.prune(self.study.paths, self.needed_trials())
+        checkpoints.prune(self.study.paths, self.trials.needed_trials())
 
     def fruitless(self) -> int:
         """Return how many proposals in a row led to no trial."""
@@ -459,31 +301,11 @@ class _Loop:
     def history(self) -> History:
         policy = self.study.policy
         return self.reader.history(
-            knobs=policy.knobs, max_changes=policy.max_changes, minimum_steps=policy.minimum_steps
+            knobs=policy.knobs,
+            max_changes=policy.proposals.max_changes,
+            minimum_steps=policy.proposals.minimum_steps,
         )
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """End the running trial at the first signal, go at once at the second."""
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self.end is not None:
-                os._exit(130)
-            self.end = _Ended(f"interrupted by {signal.Signals(number).name}", exit_code=130)
-
-        before: Mapping[signal.Signals, Any] = {number: signal.signal(number, handle) for number in caught}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _named(number: int) -> str:
     return "the baseline" if number == BASELINE else f"proposal {number}"
-
-
-def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: Budget) -> None:
-    order = {"seed": seed, "budget": str(budget), "digest": config.digest, "config": flatten(config)}
-    paths.config_json.write_text(json.dumps(order, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ where it was: the same rows give the same next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.config import TrialConfig, apply
@@ -109,7 +109,7 @@ def inconclusive(reason: str) -> Verdict:
     )
 
 
-def consecutive_failures(trials: list[Trial]) -> int:
+def consecutive_failures(trials: Sequence[Trial]) -> int:
     """Return how many trials in a row failed at the end of the study, repairs and canaries put aside.
 
     Trials that ended with their driver say nothing and are passed over.

@@ -2,12 +2,12 @@ import datetime
 from collections.abc import Callable
 
 import pytest
-from harness.rows import Event
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.limits import Limits, counted, driver_seconds, expected_seconds, reached
 from harness.records import Trial, TrialState
+from harness.rows import Event
 
 NOON = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
 

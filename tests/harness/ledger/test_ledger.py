@@ -142,8 +142,8 @@ STATEMENTS = [
     "INSERT INTO trials (role, state, epoch, config, config_digest, seed, replicate, budget, seal, device, sandbox,"
     " started, ended, error_class, error_text) SELECT role, 'lost', epoch, config, config_digest, 99, 99, budget, seal,"
     " device, sandbox, started, ended, 'x', 'y' FROM trials WHERE id = 1",
-    "INSERT INTO study SELECT 2, name, task, model, metric, seed, budget, seal, policy, versions, git_commit, git_dirty,"
-    " device, created FROM study",
+    "INSERT INTO study SELECT 2, name, task, model, metric, seed, budget, seal, policy, versions, git_commit,"
+    " git_dirty, device, created FROM study",
 ]
 
 

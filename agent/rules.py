@@ -1,0 +1,346 @@
+"""The decision framework of an LLM training engineer, offline: first things first, one reason per change.
+
+The order is that of what usually matters at a short, fixed budget: what failed is mended; the learning rate is swept by
+factors; then the number of steps (batch), the size of the model, the schedule, the optimizer's memory, clipping and
+regularisation, each in the direction that the incumbent's curve points to; then changes that looked good but could not
+be proven are joined; at last every knob is nudged up and down. No config is proposed twice, and every proposal says
+why, what to watch, and what it predicts.
+
+Sources of the rules: warm-up and sweeps by factors are common practice; beta2 for short runs follows Zhang et al.
+(arXiv 2407.07972); decay to zero Bergsma et al. (arXiv 2502.15938); tokens per parameter Hoffmann et al.
+(arXiv 2203.15556). The predicted changes are guesses from experience, as shares of the score: they are there to be
+scored, and are not measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.evidence import Effect, Signals, differs_only_in, effects, signals
+from agent.space import Space, config_of, from_unit, propose_each, show, tidy, to_unit
+from harness.config import Value, flatten
+from harness.records import History, Proposal, TrialState
+
+RATE = "optim.learning_rate"
+SWEEP_FACTOR = 3.0
+RETUNE_FACTOR = 1.6
+FINE_RATIO = 2.0
+"""Neighbours of the best learning rate closer than this end the sweep."""
+RECENT = 3
+"""Failures among so many last proposals are answered."""
+OFTEN_CLIPPED = 0.6
+"""Share of curve points above the clip from which on the clip, not the rate, sets the size of a step."""
+COMPUTE_OPTIMAL = 20.0
+"""Tokens per parameter at which a model is about as big as its budget allows (Hoffmann et al.)."""
+NUDGES = (0.25, -0.25, 0.12, -0.12)
+"""Steps of the last resort, in shares of a knob's range."""
+COUPLED = ("batch.", "model.")
+"""A change of these moves the best learning rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idea:
+    """Knobs to turn, with the reason. ``gain`` is the predicted fall of the score as a share of it."""
+
+    values: Mapping[str, Value]
+    why: str
+    gain: float
+    confidence: float
+    watch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the rules look at."""
+
+    space: Space
+    past: Sequence[Effect]
+    signals: Signals
+    tried: frozenset[frozenset[tuple[str, Value]]]
+    """Diffs that were proposed before, against whatever incumbent."""
+
+    def value(self, name: str) -> float:
+        """Return a number of the incumbent's config."""
+        value = flatten(self.space.base)[name]
+        assert not isinstance(value, str)
+        return value
+
+    def turns(self, *names: str) -> bool:
+        """Tell whether the policy lets all of these knobs turn."""
+        return all(name in self.space.knobs for name in names)
+
+    def scaled(self, name: str, factor: float) -> dict[str, Value]:
+        """Return the knob at about ``factor`` times its value, within bounds; nothing if it cannot go there."""
+        if name not in self.space.knobs:
+            return {}
+        knob, now = self.space.knobs[name], self.value(name)
+        wanted = now * factor
+        if knob.type != "choice":
+            value = tidy(knob, wanted)
+            return {} if value == now else {name: value}
+        beyond = [
+            choice
+            for choice in knob.choices
+            if not isinstance(choice, str) and (choice > now if factor > 1 else choice < now)
+        ]
+        return {name: min(beyond, key=lambda choice: abs(math.log(choice / wanted)))} if beyond else {}
+
+
+class RulesProposer:
+    """Proposes what the decision framework says next; a pure function of the history."""
+
+    name = "rules"
+
+    def propose(self, history: History, count: int) -> Sequence[Proposal]:
+        """Return up to ``count`` proposals; none when every rule has had its say and every nudge was tried."""
+        return propose_each(history, count, self._next)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _next(self, history: History) -> Proposal | None:
+        space = Space.of(history)
+        if space is None:
+            return None
+        tried = frozenset(frozenset(past.proposal.diff.items()) for past in history.past)
+        situation = Situation(space, effects(history), signals(history, space.base), tried)
+        for idea in ideas(situation):
+            step = space.step(idea.values)
+            if step is not None:
+                return Proposal(
+                    diff=step.diff,
+                    source=self.name,
+                    rationale=idea.why,
+                    watch=idea.watch or "; ".join(space.knobs[name].watch for name in step.diff),
+                    predicted_change=-idea.gain * space.base_score,
+                    confidence=idea.confidence,
+                )
+        return None
+
+
+def ideas(situation: Situation) -> Iterator[Idea]:
+    """Yield what to try, most urgent first. Fresh ideas only, but for mending and the learning rate."""
+    yield from mend(situation)
+    yield from learning_rate(situation)
+    once = itertools.chain(
+        more_steps(situation),
+        model_size(situation),
+        schedule(situation),
+        optimizer(situation),
+        regularisation(situation),
+        join(situation),
+        other_way(situation),
+    )
+    for idea in once:
+        if frozenset(idea.values.items()) not in situation.tried:
+            yield idea
+    yield from nudge(situation)
+
+
+def mend(s: Situation) -> Iterator[Idea]:
+    """Answer recent failures: the idea may be right, and only its rate or its size wrong."""
+    for effect in reversed(s.past[-RECENT:]):
+        batch, said = effect.config.batch, f"Proposal {effect.number}"
+        if effect.failure is TrialState.DIVERGED and set(effect.diff) != {RATE} and s.turns(RATE):
+            rate = effect.config.optim.learning_rate
+            why = f"{said} diverged at learning rate {show(rate)}: the same with half of it."
+            yield Idea({**effect.diff, RATE: tidy(s.space.knobs[RATE], rate / 2)}, why, 0.005, 0.4)
+        elif effect.failure is TrialState.OUT_OF_MEMORY:
+            for shrink in (2, 4):
+                values = {
+                    "batch.per_device": max(1, batch.per_device // shrink),
+                    "batch.accumulation": batch.accumulation * shrink,
+                }
+                why = f"{said} ran out of memory: 1/{shrink} of the sequences, {shrink} times the accumulation."
+                yield Idea({**effect.diff, **values}, why, 0.005, 0.4, "peak memory; the batch in all is the same")
+        elif effect.failure in (TrialState.TIMED_OUT, TrialState.INVALID):
+            why = f"{said} ended as {effect.failure}: the same with half the sequences, so that its steps are shorter."
+            yield Idea({**effect.diff, "batch.per_device": max(1, batch.per_device // 2)}, why, 0.005, 0.3)
+
+
+def learning_rate(s: Situation) -> Iterator[Idea]:
+    """Sweep by factors until the best rate has worse ones on both sides, then once between it and the better one."""
+    if not s.turns(RATE):
+        return
+    points, pending = _rate_points(s)
+    if pending:
+        return
+    knob, base = s.space.knobs[RATE], s.space.base
+    elsewhere = [e for e in s.past if set(e.diff) == {RATE} and not differs_only_in(e.config, base, RATE)]
+    coupled = any(e.kept and any(name.startswith(COUPLED) for name in e.diff) for e in s.past)
+    if elsewhere and not coupled:
+        return
+    factor = RETUNE_FACTOR if elsewhere else SWEEP_FACTOR
+    best = min(points, key=lambda rate: (points[rate], rate))
+    above = [rate for rate in points if rate > best]
+    below = [rate for rate in points if rate < best]
+    again = "The batch or the model has changed, and the best rate with it" if elsewhere else "The rate matters most"
+    if not above and best < float(knob.high or best):
+        why = f"{again}: {show(best)} is the highest tried and the best so far, so {factor:g} times as much."
+        yield Idea({RATE: tidy(knob, best * factor)}, why, 0.02 if len(points) < 3 else 0.01, 0.5)
+    if not below and best > float(knob.low or best):
+        why = f"{again}: {show(best)} is the lowest tried and the best so far, so {factor:g} times less."
+        yield Idea({RATE: tidy(knob, best / factor)}, why, 0.01, 0.4)
+    neighbours = [*sorted(above)[:1], *sorted(below)[-1:]]
+    for near in sorted(neighbours, key=lambda rate: (points[rate], rate)):
+        if not elsewhere and max(near / best, best / near) > FINE_RATIO:
+            why = f"The sweep has its best at {show(best)}; now between it and {show(near)}."
+            yield Idea({RATE: tidy(knob, math.sqrt(best * near))}, why, 0.005, 0.4)
+
+
+def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
+    """Return score (infinite if it failed) by learning rate at the incumbent's other knobs, and whether one is out."""
+    base = s.space.base
+    points = {base.optim.learning_rate: s.space.base_score}
+    pending = False
+    for past in s.space.history.past:
+        config = config_of(past, s.space.history, base)
+        if config is None or not differs_only_in(config, base, RATE) or config.digest == base.digest:
+            continue
+        effect = next((e for e in s.past if e.number == past.number), None)
+        scored = [trial.score for trial in past.trials if trial.score is not None]
+        if scored:
+            points[config.optim.learning_rate] = sum(scored) / len(scored)
+        elif effect is not None and effect.failure is not None:
+            points[config.optim.learning_rate] = math.inf
+        else:
+            pending |= past.state in ("queued", "running")
+    for standing in s.space.history.lineage:
+        if standing.score is not None and differs_only_in(standing.config, base, RATE):
+            points[standing.config.optim.learning_rate] = standing.score
+    return points, pending
+
+
+def more_steps(s: Situation) -> Iterator[Idea]:
+    """Halve the tokens of a step: a short run needs steps before it needs smooth gradients."""
+    steps = s.signals.steps
+    if steps is not None and steps > 20_000 and not s.signals.still_falling:
+        return
+    count = f"{steps} steps are few for this budget" if steps is not None else "A short budget has few steps"
+    for name in ("batch.accumulation", "batch.per_device"):
+        if values := s.scaled(name, 0.5):
+            yield Idea(values, f"{count}: half the batch gives twice as many.", 0.01, 0.5)
+            return
+
+
+def model_size(s: Situation) -> Iterator[Idea]:
+    """Move the size of the model towards about twenty tokens per parameter."""
+    ratio = s.signals.tokens_per_parameter
+    if ratio is None:
+        return
+    smaller = ratio < COMPUTE_OPTIMAL
+    if 0.5 < ratio / COMPUTE_OPTIMAL < 2:
+        return
+    said = f"{ratio:.2g} tokens per parameter are " + ("few: a smaller model" if smaller else "many: a bigger model")
+    for name, factor in (("model.depth", 0.5 if smaller else 1.5), ("model.width", 0.75 if smaller else 1.5)):
+        if values := s.scaled(name, factor):
+            yield Idea(
+                values, f"{said} ({name.removeprefix('model.')} {show(next(iter(values.values())))}).", 0.01, 0.4
+            )
+
+
+def schedule(s: Situation) -> Iterator[Idea]:
+    """Set the ramp by whether the start is rough, and let the rate fall to zero."""
+    if s.turns("schedule.warmup_fraction"):
+        knob, now = s.space.knobs["schedule.warmup_fraction"], s.value("schedule.warmup_fraction")
+        if s.signals.spikes:
+            value = tidy(knob, max(2 * now, 0.05))
+            yield Idea({knob.name: value}, "The train loss spikes: a longer ramp.", 0.005, 0.4)
+        elif now > 0.02:
+            why = "No spike in the train loss: a shorter ramp leaves more of the budget at full rate."
+            yield Idea({knob.name: tidy(knob, now / 3)}, why, 0.003, 0.4)
+    if s.turns("schedule.final_rate_fraction") and s.value("schedule.final_rate_fraction") > 0:
+        knob = s.space.knobs["schedule.final_rate_fraction"]
+        yield Idea({knob.name: tidy(knob, 0.0)}, "Decay to zero: the last steps should settle.", 0.003, 0.5)
+    if s.turns("schedule.shape") and "linear" in s.space.knobs["schedule.shape"].choices:
+        why = "A linear decay to zero does well on short budgets."
+        values: dict[str, Value] = {"schedule.shape": "linear"}
+        if s.turns("schedule.final_rate_fraction"):
+            values |= {"schedule.final_rate_fraction": tidy(s.space.knobs["schedule.final_rate_fraction"], 0.0)}
+        yield Idea(values, why, 0.002, 0.3)
+
+
+def optimizer(s: Situation) -> Iterator[Idea]:
+    """Fit the memory of the second moment to the number of steps, and the clip to the gradients seen."""
+    if s.turns("optim.beta2"):
+        window, steps = 1 / (1 - s.value("optim.beta2")), s.signals.steps
+        if s.value("optim.beta2") > 0.96 and (steps is None or 2 * window > steps):
+            seen = "" if steps is None else f" of {steps} steps"
+            why = f"beta2 averages over {window:.0f} steps, too long for a run{seen}: 0.95 averages over 20."
+            yield Idea({"optim.beta2": tidy(s.space.knobs["optim.beta2"], 0.95)}, why, 0.005, 0.5)
+    share = s.signals.clipped_share
+    if share is not None and share > 0.6 and (values := s.scaled("optim.max_grad_norm", 3)):
+        yield Idea(
+            values, f"Gradients are clipped at {share:.0%} of the points: a clip that only catches spikes.", 0.003, 0.3
+        )
+
+
+def regularisation(s: Situation) -> Iterator[Idea]:
+    """Regularise what overfits, free what does not."""
+    if s.signals.overfitting:
+        for name, value in (("optim.weight_decay", 0.2), ("model.attention_dropout", 0.1)):
+            if s.turns(name) and s.value(name) < value:
+                why = "The probe loss rises while the train loss falls: overfitting."
+                yield Idea({name: tidy(s.space.knobs[name], value)}, why, 0.005, 0.4)
+        return
+    for name in ("model.attention_dropout", "optim.weight_decay"):
+        if s.turns(name) and s.value(name) > 0.05:
+            why = "No sign of overfitting: what regularises only slows a run this short."
+            yield Idea({name: tidy(s.space.knobs[name], 0.0)}, why, 0.002, 0.3)
+    if s.turns("sampling.fraction") and s.value("sampling.fraction") < 1:
+        yield Idea({"sampling.fraction": 1.0}, "More different text costs nothing.", 0.002, 0.4)
+
+
+def join(s: Situation) -> Iterator[Idea]:
+    """Join changes that looked good and could not be proven alone: together they may stand out of the noise."""
+    near = [e for e in s.past if not e.kept and not e.pending and e.change is not None and e.change < 0]
+    near.sort(key=lambda effect: (effect.change, effect.number))
+    for one, two in itertools.combinations(near[:4], 2):
+        if set(one.diff) & set(two.diff):
+            continue
+        together = -((one.change or 0) + (two.change or 0)) / 2
+        seen = f"{one.change:+.4f}, {two.change:+.4f}"
+        why = f"Proposals {one.number} and {two.number} looked better ({seen}) but were not proven: both at once."
+        yield Idea({**one.diff, **two.diff}, why, together / s.space.base_score, 0.4)
+
+
+def other_way(s: Situation) -> Iterator[Idea]:
+    """Try what the first guesses left out: the other direction of batch and size, other lengths, shapes and heads."""
+    turns = (
+        ("batch.per_device", 2.0, "The other direction: a bigger batch, smoother gradients, fewer steps."),
+        ("batch.sequence_length", 0.5, "Shorter sequences: more documents per step, cheaper attention."),
+        ("batch.sequence_length", 2.0, "Longer sequences: the model learns to use the context that is evaluated."),
+        ("model.depth", 1.5, "The other direction: a deeper model, fewer tokens."),
+        ("model.depth", 0.5, "The other direction: a shallower model, more tokens."),
+        ("model.width", 1.5, "A wider model, fewer tokens."),
+        ("model.width", 0.75, "A narrower model, more tokens."),
+        ("model.heads", 0.5, "Fewer, bigger heads."),
+        ("model.heads", 2.0, "More, smaller heads."),
+    )
+    for name, factor, why in turns:
+        if values := s.scaled(name, factor):
+            yield Idea(values, why, 0.003, 0.2)
+    if s.turns("schedule.decay_fraction") and s.value("schedule.decay_fraction") > 0.5:
+        values = {"schedule.decay_fraction": tidy(s.space.knobs["schedule.decay_fraction"], 0.5)}
+        yield Idea(values, "Hold the rate for half of the run before it decays.", 0.003, 0.3)
+
+
+def nudge(s: Situation) -> Iterator[Idea]:
+    """Nudge each knob up and down: when the framework is through, the neighbourhood is what is left."""
+    flat = flatten(s.space.base)
+    for size in NUDGES:
+        for name, knob in sorted(s.space.knobs.items()):
+            if name not in flat:
+                continue
+            if knob.type == "choice":
+                position = knob.choices.index(knob.check(flat[name])) + (1 if size > 0 else -1)
+                if not 0 <= position < len(knob.choices):
+                    continue
+                value = knob.choices[position]
+            else:
+                value = from_unit(knob, to_unit(knob, flat[name]) + size)
+            why = f"Every rule has had its say: {name} from {show(flat[name])} to {show(value)}, a step in its range."
+            yield Idea({name: value}, why, 0.001, 0.15)

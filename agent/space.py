@@ -1,0 +1,206 @@
+"""What every proposer needs to know of a history: where it stands, what is known already, and what may be tried.
+
+A proposer sees no policy and no ledger. What it would be refused for can nevertheless be told from the history, and a
+proposal that is sure to be refused wastes a number; so the checks of the policy are repeated here, as far as the
+history shows them, by the same knobs and the same config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from harness.config import Diff, Knob, TrialConfig, Value, apply, difference, flatten
+from harness.errors import BadValue, UnknownKnob
+from harness.records import History, Past, Proposal, ProposalState, Trial
+
+SIGNIFICANT_DIGITS = 3
+"""Of a proposed number: people read them, and no training run tells 0.00123 from 0.0012345."""
+
+
+class Step(NamedTuple):
+    """A diff that may be tried, with the config that it makes of the incumbent's."""
+
+    diff: dict[str, Value]
+    config: TrialConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A history, seen from the config that the next proposal starts from."""
+
+    history: History
+    base: TrialConfig
+    """The incumbent's config."""
+    base_score: float
+    known: frozenset[str]
+    """Digests of every config that was tried, waits or was turned away."""
+
+    @classmethod
+    def of(cls, history: History) -> Space | None:
+        """Return the space around the incumbent, or None before the baseline has a score."""
+        standing = history.incumbent or history.baseline
+        if standing is None or standing.score is None:
+            return None
+        return cls(history, standing.config, standing.score, frozenset(_known(history, standing.config)))
+
+    @property
+    def knobs(self) -> Mapping[str, Knob]:
+        """What the policy lets the search turn."""
+        return self.history.knobs
+
+    def step(self, values: Diff) -> Step | None:
+        """Return what turning the incumbent's knobs to ``values`` amounts to, or None if that may not be tried.
+
+        Knobs that have the value already, or no meaning in the resulting config, are left out of the diff.
+        """
+        try:
+            wanted = {name: self.knobs[name].check(value) for name, value in values.items()}
+            flat = flatten(apply(self.base, wanted))
+            active = {name: value for name, value in wanted.items() if self.knobs[name].is_active(flat)}
+            config = apply(self.base, active)
+        except (BadValue, UnknownKnob):  # knobs that do not go together, such as width and heads
+            return None
+        diff = difference(self.base, config)
+        if not 1 <= len(diff) <= self.history.max_changes or config.digest in self.known:
+            return None
+        flat = flatten(config)
+        if not all(self.knobs[name].is_active(flat) for name in diff):
+            return None
+        steps = self.steps(config)
+        return None if steps is not None and steps < self.history.minimum_steps else Step(diff, config)
+
+    def steps(self, config: TrialConfig) -> float | None:
+        """Return how many optimizer steps a config gets within the budget, or None where that is not known.
+
+        Tokens follow from the budget's text alone; flops (6 × parameters × tokens) need the size of the vocabulary,
+        which a finished trial's parameter count gives away; seconds are never known beforehand.
+        """
+        budget = self.history.budget
+        if budget.endswith("tok"):
+            return float(budget.removesuffix("tok")) / config.batch.tokens_per_step
+        vocabulary = self.vocabulary
+        if not budget.endswith("flop") or vocabulary is None:
+            return None
+        per_step = 6 * config.model.parameters(vocabulary) * config.batch.tokens_per_step
+        return float(budget.removesuffix("flop")) / per_step
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Entries of the study's tokenizer, solved for from a trial's parameter count; None before the first trial."""
+        for trial in trials(self.history):
+            if trial.parameters is not None:
+                model = trial.config.model
+                return (trial.parameters - model.parameters(0)) // model.width
+        return None
+
+
+def trials(history: History) -> Iterator[Trial]:
+    """Yield all trials of a history, the baseline's own first."""
+    yield from history.baseline_trials
+    for past in history.past:
+        yield from past.trials
+
+
+def propose_each(history: History, count: int, make: Callable[[History], Proposal | None]) -> Sequence[Proposal]:
+    """Return up to ``count`` proposals, each made as if those before it were queued already."""
+    proposals: list[Proposal] = []
+    while len(proposals) < count:
+        proposal = make(history)
+        if proposal is None:
+            break
+        proposals.append(proposal)
+        history = queued(history, proposal)
+    return proposals
+
+
+def queued(history: History, proposal: Proposal) -> History:
+    """Return the history as it stands once a proposal waits in the queue."""
+    past = Past(
+        number=history.next_number,
+        proposal=proposal,
+        state=ProposalState.QUEUED,
+        reason=None,
+        parent=None,
+        config=None,
+        verdict=None,
+        trials=(),
+    )
+    return replace(history, past=(*history.past, past), next_number=history.next_number + 1)
+
+
+def config_of(past: Past, history: History, base: TrialConfig) -> TrialConfig | None:
+    """Return the config of a proposal; for one that never became one, what it would be if it started now."""
+    if past.config is not None:
+        return past.config
+    parents = {standing.node: standing.config for standing in history.lineage}
+    parent = base if past.proposal.parent is None else parents.get(past.proposal.parent)
+    if parent is None:
+        return None
+    try:
+        return apply(parent, past.proposal.diff)
+    except (BadValue, UnknownKnob):  # refused for just that
+        return None
+
+
+def seed(history: History, purpose: str) -> int:
+    """Return 32 bits that are a function of study, proposal number and purpose, so that a restart repeats them."""
+    text = f"{history.seed}/{history.next_number}/{purpose}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def to_unit(knob: Knob, value: Value) -> float:
+    """Return where a value lies within its knob's range, in [0, 1] on the knob's scale; a choice by its position."""
+    if knob.type == "choice":
+        return knob.choices.index(knob.check(value)) / (len(knob.choices) - 1)
+    low, high, number = _bounds(knob, value)
+    return 0.0 if high == low else min(1.0, max(0.0, (number - low) / (high - low)))
+
+
+def from_unit(knob: Knob, position: float) -> Value:
+    """Return the value at a position of [0, 1] on the knob's scale, rounded to what people read; within bounds."""
+    position = min(1.0, max(0.0, position))
+    if knob.type == "choice":
+        return knob.choices[min(len(knob.choices) - 1, int(position * len(knob.choices)))]
+    low, high, _ = _bounds(knob, knob.default)
+    number = low + position * (high - low)
+    return tidy(knob, math.exp(number) if knob.scale == "log" else number)
+
+
+def tidy(knob: Knob, number: float) -> Value:
+    """Return a number as a value of the knob: whole or with few digits, and within bounds."""
+    assert knob.low is not None
+    assert knob.high is not None
+    if knob.type == "int":
+        return int(min(math.floor(knob.high), max(math.ceil(knob.low), round(number))))
+    return min(float(knob.high), max(float(knob.low), float(f"{number:.{SIGNIFICANT_DIGITS}g}")))
+
+
+def show(value: Value) -> str:
+    """Return a value as people write it."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _bounds(knob: Knob, value: Value) -> tuple[float, float, float]:
+    assert knob.low is not None
+    assert knob.high is not None
+    if knob.scale == "log":
+        return math.log(knob.low), math.log(knob.high), math.log(float(value))
+    return float(knob.low), float(knob.high), float(value)
+
+
+def _known(history: History, base: TrialConfig) -> Iterator[str]:
+    yield base.digest
+    for standing in history.lineage:
+        yield standing.config.digest
+    if history.baseline is not None:
+        yield history.baseline.config.digest
+    for trial in trials(history):
+        yield trial.config.digest
+    for past in history.past:
+        config = config_of(past, history, base)
+        if config is not None:
+            yield config.digest

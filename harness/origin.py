@@ -1,0 +1,70 @@
+"""Where a study's results come from: versions, code commit, device. Written once, so that a reader can judge later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import harness
+from harness.seal import PACKAGES, tool_version
+
+_GIT_SECONDS = 10
+
+
+class Commit(NamedTuple):
+    """The checkout that the program runs from."""
+
+    digest: str
+    dirty: bool
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that shapes a result; what is not installed is left out."""
+    found = {"overnight": tool_version(), "python": platform.python_version(), "system": platform.platform()}
+    for package in (*PACKAGES, "accelerate", "numpy", "safetensors", "optuna"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> Commit | None:
+    """Return the git commit of our own checkout, or None if we do not run from one (or git cannot say)."""
+    root = Path(str(harness.__file__)).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    digest = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain")
+    return None if digest is None or status is None else Commit(digest, bool(status))
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
+    except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def device(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev")) -> str:
+    """Return ``cuda:0`` if there is a GPU that jobs can use, else ``cpu``; without importing torch.
+
+    A torch built for CPUs says so in its version, and an empty CUDA_VISIBLE_DEVICES hides all GPUs.
+    """
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    built_for_cpu = importlib.metadata.version("torch").endswith("+cpu")
+    present = any(node.name[len("nvidia") :].isdigit() for node in nodes.glob("nvidia*"))
+    return "cuda:0" if present and not hidden and not built_for_cpu else "cpu"
+
+
+def threads() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))

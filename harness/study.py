@@ -1,0 +1,199 @@
+"""A study: one folder, one sealed question. `create` makes it, `load` reads it back.
+
+`create` is what `overnight init` does. It checks everything that can be checked before it reads the data, builds the
+folder aside and renames it when it is complete, so that bad input, a full disk or ``kill -9`` leaves no half study.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from frozen.timer import Budget
+from harness import origin
+from harness.config import TrialConfig, Value, nearest
+from harness.errors import BadInput
+from harness.jobs.job import EvalSettings
+from harness.paths import RUNS, StudyPaths
+from harness.policy import FLOPS_PER_PARAMETER_AND_TOKEN, Policy
+from harness.queries import Reader
+from harness.seal import Seal
+from harness.studyfile import Evaluation, StudyFile
+
+DEMO = "demo"
+"""Name of the study that `overnight run` makes when there is none."""
+METRICS = {"pretrain": "bits_per_byte"}
+BYTES_PER_PARAMETER = 4
+"""Weights are saved in fp32."""
+CHECKPOINT_OVERHEAD_BYTES = 4_000_000
+"""Tokenizer, config and file headers of a checkpoint, generously."""
+SLOWEST_FLOPS_PER_SECOND = 2e9
+"""No machine that somebody trains on is slower (one thread of the slowest one measured: 4e10); bounds a deadline."""
+LEAST_DEADLINE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """Everything that a driver needs to know of a study; nothing here changes while it runs."""
+
+    paths: StudyPaths
+    file: StudyFile
+    policy: Policy
+    baseline: TrialConfig
+    """The policy's defaults with the owner's values in their place."""
+    budget: Budget
+    """Of every trial of the search."""
+    evaluation: EvalSettings
+    seal: Seal
+    device: str
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """Name of the study's folder."""
+        return self.paths.name
+
+    @property
+    def metric(self) -> str:
+        """What a score counts; lower is better."""
+        return METRICS[self.file.study.task]
+
+    @property
+    def vocabulary(self) -> int:
+        """Width of the logits: entries of the study's tokenizer."""
+        return self.file.study.vocabulary
+
+    @property
+    def mark(self) -> str:
+        """What every process of this study carries in its environment; two folders never share it."""
+        place = hashlib.sha256(os.fsencode(self.paths.root.resolve())).hexdigest()
+        return f"{self.paths.name}-{place[:16]}"
+
+    def seed_of(self, replicate: int) -> int:
+        """Return the seed of a replicate number: the same for every config, so that comparisons are paired."""
+        return self.file.study.seed + replicate
+
+    def bytes_of(self, config: TrialConfig) -> int:
+        """Return what a checkpoint of ``config`` takes on the disk, roughly and never less."""
+        return BYTES_PER_PARAMETER * config.model.parameters(self.vocabulary) + CHECKPOINT_OVERHEAD_BYTES
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return what a checkpoint of the baseline takes; a proposal may ask for a bigger model, see `bytes_of`."""
+        return self.bytes_of(self.baseline)
+
+    @property
+    def least_deadline_seconds(self) -> float:
+        """Return how long a job may take by the wall clock before anything is known about this machine's speed."""
+        return LEAST_DEADLINE_SECONDS + slowest_seconds(self.budget, self.baseline, self.vocabulary)
+
+
+def slowest_seconds(budget: Budget, config: TrialConfig, vocabulary: int) -> float:
+    """Return the seconds in which any usable machine has spent ``budget``: a bound, far above what to expect."""
+    match budget.kind:
+        case "seconds":
+            return 4 * budget.amount
+        case "tokens":
+            flops = budget.amount * FLOPS_PER_PARAMETER_AND_TOKEN * config.model.parameters(vocabulary)
+        case "flops":
+            flops = budget.amount
+    return flops / SLOWEST_FLOPS_PER_SECOND
+
+
+def folder_of(name_or_path: str | Path, runs: Path = RUNS) -> Path:
+    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not."""
+    text = os.fspath(name_or_path)
+    return Path(text) if os.sep in text or text in (".", "..") else runs / text
+
+
+def names(runs: Path = RUNS) -> list[str]:
+    """Return the names of all studies below ``runs``, sorted."""
+    if not runs.is_dir():
+        return []
+    return sorted(p.name for p in runs.iterdir() if not p.name.startswith(".") and StudyPaths(p).study_toml.is_file())
+
+
+def find(name_or_path: str | Path, runs: Path = RUNS) -> StudyPaths:
+    """Return the paths of an existing study; `BadInput` gives the nearest name and how to make one."""
+    paths = StudyPaths(folder_of(name_or_path, runs))
+    if paths.study_toml.is_file() and paths.ledger.is_file():
+        return paths
+    known = names(runs)
+    there = f"; there are {', '.join(known)}" if known else f"; `overnight init {paths.name}` makes one"
+    raise BadInput(f"there is no study {os.fspath(name_or_path)!r}{nearest(paths.name, known)}{there}")
+
+
+def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:
+    """Read a study. `BadInput`: there is none, a newer version made it, or a file that the owner edits is not right.
+
+    Nothing is verified against the seal here: `Seal.verify` does that, before each trial and on request.
+    """
+    paths = find(name_or_path, runs)
+    with Reader(paths.ledger) as reader:  # first: it tells a study of a newer version
+        recorded = reader.study().seal
+    file = StudyFile.read(paths.study_toml)
+    return build(paths, file, Seal.load(paths, recorded=recorded))
+
+
+def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
+    """Put together what the files of a study say."""
+    policy = Policy.load(paths.policy_toml, file.sources)
+    return Study(
+        paths=paths,
+        file=file,
+        policy=policy,
+        baseline=policy.baseline(file.baseline),
+        budget=Budget.parse(file.study.budget),
+        evaluation=EvalSettings(context=file.eval.context, stride=file.eval.stride),
+        seal=seal,
+        device=origin.device() if file.run.device == "auto" else file.run.device,
+        threads=file.run.threads or origin.threads(),
+    )
+
+
+def create(
+    name_or_path: str | Path,
+    *,
+    policy: str,
+    data: Sequence[str | Path],
+    budget: str,
+    task: str = "pretrain",
+    model: str = "fresh",
+    runs: Path = RUNS,
+    baseline: Mapping[str, Value] | None = None,
+    vocabulary: int | None = None,
+    evaluation: Evaluation | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Study:
+    """Make a study: check the request, prepare and seal the data, publish the folder whole.
+
+    ``data`` holds paths or ``NAME=PATH``; ``vocabulary`` and ``evaluation`` are derived from the amount of text if
+    absent. `BadInput`, `UnknownKnob` or `BadValue`: something in the request cannot be used, and nothing was made.
+    """
+    from harness import setup  # encoding needs numpy and MinHash: who only reads a study must not wait for them
+
+    request = setup.Request(
+        root=folder_of(name_or_path, runs),
+        runs=runs,
+        policy=policy,
+        data=tuple(os.fspath(source) for source in data),
+        budget=budget,
+        task=task,
+        model=model,
+        baseline=dict(baseline or {}),
+        vocabulary=vocabulary,
+        evaluation=evaluation,
+        seed=seed,
+    )
+    return setup.create(request, progress or (lambda text: None))
+
+
+def create_demo(runs: Path = RUNS, progress: Callable[[str], None] | None = None) -> Study:
+    """Make the demo study on the text of this interpreter's own standard library: no download, no key."""
+    from harness import setup
+
+    return setup.create_demo(runs, progress or (lambda text: None))

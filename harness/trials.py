@@ -1,0 +1,132 @@
+"""Runs one trial of the search: seal, row, training, scoring, row. The row exists before the job starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from frozen.timer import Budget
+from harness import checkpoints
+from harness.config import TrialConfig, flatten
+from harness.files import write_whole
+from harness.launch import Launcher
+from harness.ledger import Ledger
+from harness.limits import expected_seconds
+from harness.orders import score_order, train_order
+from harness.owner import Owner
+from harness.paths import TrialPaths
+from harness.queries import Reader
+from harness.records import CurvePoint, Failed, Scored, Trained, Trial, TrialState
+from harness.rows import Ending
+from harness.study import Study
+from harness.view import View
+from harness.walk import VANISHED, VANISHED_LIMIT, Run
+
+SLOWER_THAN_USUAL = 6
+"""A job that takes this many times the usual wall time hangs, or something else is eating the machine."""
+
+
+class TrialRunner:
+    """Turns a step of a walk into a closed row."""
+
+    def __init__(
+        self, study: Study, ledger: Ledger, reader: Reader, launcher: Launcher, owner: Owner, view: View
+    ) -> None:
+        self._study = study
+        self._ledger = ledger
+        self._reader = reader
+        self._launcher = launcher
+        self._owner = owner
+        self._view = view
+
+    def run(self, step: Run) -> Trial:
+        """Run one trial to its closed row; raises `Ended` afterwards if the owner asked to stop meanwhile."""
+        self._owner.obey()
+        study = self._study
+        seal = study.seal.verify(thorough=False)
+        checkpoints.make_room(study.paths, self.needed_trials(), 2 * study.bytes_of(step.config))
+        seed = study.seed_of(step.replicate)
+        number = self._ledger.begin(
+            proposal=step.proposal,
+            role=step.role,
+            config=step.config,
+            seed=seed,
+            replicate=step.replicate,
+            epoch=self._reader.epoch(),
+            budget=str(study.budget),
+            seal=seal,
+            device=study.device,
+            sandbox=self._launcher.sandbox_tier,
+        )
+        paths = study.paths.trial(number)
+        paths.train.mkdir(parents=True)
+        _write_order(paths, step.config, seed, study.budget)
+        self._view.trial_began(self._reader.trial(number))
+        points: list[CurvePoint] = []
+        ending = self._train_and_score(step.config, seed, paths, number, points)
+        self._ledger.close_trial(number, dataclasses.replace(ending, curve=tuple(points)))
+        trial = self._reader.trial(number)
+        self._view.trial_ended(trial)
+        self._owner.obey()
+        return trial
+
+    def gave_up(self, trial: Trial) -> bool:
+        """Tell whether a trial without a score is final: a failure, or the second that vanished under a live driver."""
+        if trial.state is not TrialState.LOST:
+            return trial.score is None
+        same = [t for t in self._reader.trials() if (t.config, t.seed) == (trial.config, trial.seed)]
+        return sum(t.error_class == VANISHED for t in same) >= VANISHED_LIMIT
+
+    def needed_trials(self) -> set[int]:
+        """Return the trials whose weights a running proposal may still publish."""
+        return {trial.id for past in self._reader.running() for trial in past.trials}
+
+    def _train_and_score(
+        self, config: TrialConfig, seed: int, paths: TrialPaths, number: int, points: list[CurvePoint]
+    ) -> Ending:
+        def on_point(point: CurvePoint) -> None:
+            points.append(point)
+            with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
+                lines.write(point.model_dump_json() + "\n")
+            self._view.point(number, point)
+
+        trained = self._launcher.run(
+            train_order(self._study, config, seed=seed, budget=self._study.budget, folder=paths.train),
+            log=paths.log,
+            deadline_seconds=self._deadline_seconds(),
+            on_point=on_point,
+            should_stop=self._owner.wants_stop,
+        )
+        if not isinstance(trained, Trained):
+            assert isinstance(trained, Failed)
+            return Ending.of_failed(trained)
+        checkpoint = checkpoints.digest_of(paths.weights)
+        self._study.seal.verify(thorough=False)
+        scored = self._launcher.run(
+            score_order(self._study, config, weights=paths.weights, split="val"),
+            log=paths.log,
+            deadline_seconds=self._deadline_seconds(),
+            should_stop=self._owner.wants_stop,
+        )
+        if not isinstance(scored, Scored):
+            assert isinstance(scored, Failed)
+            return Ending.of_failed(scored, trained=trained)
+        if checkpoints.digest_of(paths.weights) != checkpoint:
+            changed = Failed(
+                state=TrialState.INVALID,
+                error_class="WeightsChanged",
+                error_text="the weights changed while they were being scored",
+            )
+            return Ending.of_failed(changed, trained=trained)
+        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=checkpoint)
+
+    def _deadline_seconds(self) -> float:
+        """Return how long a job may take by the wall clock: generous for the first, then a multiple of the usual."""
+        usual = expected_seconds(self._reader.trials())
+        least = self._study.least_deadline_seconds
+        return least if usual is None else max(least / 4, SLOWER_THAN_USUAL * usual)
+
+
+def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: Budget) -> None:
+    order = {"seed": seed, "budget": str(budget), "digest": config.digest, "config": flatten(config)}
+    write_whole(paths.config_json, json.dumps(order, indent=2) + "\n")

@@ -1,0 +1,117 @@
+"""What every proposer promises, held by one suite over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from agent.random import RandomProposer
+from agent.rules import RulesProposer
+from harness.policy import Policy
+from harness.records import Proposer
+
+MAKERS: dict[str, Any] = {
+    "random": RandomProposer,
+    "rules": RulesProposer,
+}
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Proposer]]:
+    made: list[Proposer] = []
+
+    def build() -> Proposer:
+        made.append(MAKERS[request.param]())
+        return made[-1]
+
+    yield build
+    for proposer in made:
+        proposer.close()
+        proposer.close()
+
+
+def test_every_proposal_is_admitted_and_new(make: Any, make_night: Any) -> None:
+    """Over a whole night no proposal is refused and no config comes twice."""
+    night = make_night()
+    made = night.search(make(), 14)
+    assert len(made) == 14
+    assert night.refused == []
+    digests = [past.config.digest for past in night.past]
+    assert len({*digests, night.lineage[0].config.digest}) == 15
+
+
+def test_every_proposal_says_why_and_what_to_watch(make: Any, make_night: Any) -> None:
+    """A proposal is never a bare diff."""
+    proposer = make()
+    for proposal in make_night().search(proposer, 8):
+        assert proposal.rationale.strip()
+        assert proposal.watch.strip()
+        assert proposal.source
+        assert proposal.parent is None
+
+
+def test_a_fresh_proposer_says_what_a_running_one_says(make: Any, make_night: Any) -> None:
+    """Restarting after every proposal changes nothing: all that a proposer knows is in the history."""
+    running = make_night()
+    kept = running.search(make(), 9)
+    restarted = make_night()
+    assert [restarted.search(make(), 1)[0] for _ in range(9)] == kept
+
+
+def test_asking_twice_gives_the_same_answer(make: Any, make_night: Any) -> None:
+    """A proposal is a function of the history, not of how often one asks."""
+    night = make_night()
+    proposer = make()
+    night.search(proposer, 3)
+    assert proposer.propose(night.history(), 1) == proposer.propose(night.history(), 1)
+
+
+def test_several_at_once_are_different(make: Any, make_night: Any) -> None:
+    """A batch of proposals holds no config twice, as if each had been queued before the next was made."""
+    night = make_night()
+    proposer = make()
+    night.search(proposer, 2)
+    several = proposer.propose(night.history(), 3)
+    assert len(several) == 3
+    configs = [night.admit(proposal) for proposal in several]
+    assert len({config.digest for config in configs}) == 3
+
+
+def test_nothing_to_say_before_the_baseline(make: Any, make_night: Any) -> None:
+    """Without a scored baseline there is nothing to differ from."""
+    history = dataclasses.replace(make_night().history(), baseline=None, incumbent=None, lineage=())
+    assert list(make().propose(history, 2)) == []
+
+
+def test_other_studies_differ(make_night: Any) -> None:
+    """The study's seed reaches the draws."""
+    proposer = RandomProposer()
+    one, two = (proposer.propose(make_night(seed=seed).history(), 1)[0].diff for seed in (1, 2))
+    assert one != two
+
+
+def test_conditional_knobs_stay_silent_where_they_mean_nothing(make: Any, make_night: Any, policy: Policy) -> None:
+    """A knob whose condition does not hold is never in a diff."""
+    knobs = dict(policy.knobs)
+    knobs["schedule.decay_fraction"] = knobs["schedule.decay_fraction"].model_copy(
+        update={"when": {"schedule.shape": "linear"}}
+    )
+    night = make_night(policy=policy.model_copy(update={"knobs": knobs}))
+    made = night.search(make(), 10)
+    assert len(made) == 10
+    assert night.refused == []
+
+
+def test_small_spaces_run_dry_quietly(make: Any, make_night: Any, policy: Policy) -> None:
+    """When every config of a finite space is known, there is no proposal, no repeat and no error."""
+    names = ("schedule.shape", "sampling.order")
+    fixed = dict(policy.fixed) | {k: v.default for k, v in policy.knobs.items() if k not in names}
+    small = policy.model_copy(update={"knobs": {k: policy.knobs[k] for k in names}, "fixed": fixed})
+    night = make_night(policy=small)
+    made = night.search(make(), 12)
+    assert len(made) <= 5
+    assert night.refused == []
+    assert list(make().propose(night.history(), 2)) == []
