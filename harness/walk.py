@@ -25,7 +25,7 @@ from harness.records import (
 )
 
 DRIVER_DIED = "DriverDied"
-"""Error class of a trial that was lost with its driver: however often that happens, it says nothing about the config."""
+"""Error class of a trial that was lost with its driver: that says nothing about the config, however often."""
 VANISHED_LIMIT = 3
 """A job that vanishes this often under a live driver says something about its config."""
 
