@@ -12,11 +12,16 @@ import os
 import sqlite3
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from harness.errors import OvernightError
 
 INTERRUPTED = 130
+COMMANDS = (
+    *("init", "run", "propose", "pause", "resume", "stop"),
+    *("status", "ledger", "lineage", "show", "compare"),
+    *("replay", "verify", "report", "doctor"),
+)
 EPILOG = "STUDY is a name under runs/ or a path; where it may be left out, it is the only study or the one that runs."
 
 
@@ -27,9 +32,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` shows what there is)\n")
 
 
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[_Parser]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; every foreseen error is one sentence on stderr."""
-    arguments = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    known = parser()
+    if words and (nearest := _mistyped(words[0])) is not None:
+        return _fail(f"there is no command {words[0]!r}{nearest} (`overnight --help` shows what there is)", 2)
+    arguments = known.parse_args(words)
     module, _, function = arguments.command.partition(":")
     try:
         code = getattr(importlib.import_module(module), function)(arguments)
@@ -51,6 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"cannot write {error.filename or 'the study'}: {NOT_WRITABLE[error.errno]}", 2)
     assert isinstance(code, int)
     return code
+
+
+def _mistyped(word: str) -> str | None:
+    """Return ``; did you mean …?`` for a word that is no command, or None for one that is, or for an option."""
+    if word.startswith("-") or word in COMMANDS:
+        return None
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, COMMANDS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _fail(sentence: str, code: int) -> int:
@@ -83,16 +106,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, where: str, text: str
-) -> argparse.ArgumentParser:
+def _add(commands: _Commands, name: str, where: str, text: str) -> argparse.ArgumentParser:
     """Add a command; ``where`` is ``module:function``, imported when it is called."""
     command = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", epilog=EPILOG)
     command.set_defaults(command=where)
     return command
 
 
-def _search_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _search_commands(commands: _Commands) -> None:
     command = _add(commands, "init", "harness.acting:init", "make a study: prepare and seal the data")
     command.add_argument("study", metavar="STUDY")
     command.add_argument("--policy", required=True, metavar="P", help="name under policies/ (demo, pretrain) or a path")
@@ -126,7 +147,7 @@ def _search_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
         _study(_add(commands, name, f"harness.acting:{name}", text))
 
 
-def _reading_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _reading_commands(commands: _Commands) -> None:
     for name, text in (
         ("status", "how a study stands"),
         ("ledger", "every proposal and what became of it"),
@@ -146,7 +167,7 @@ def _reading_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     _json(command)
 
 
-def _other_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _other_commands(commands: _Commands) -> None:
     command = _add(
         commands, "replay", "harness.acting:replay", "reproduce the best config; with a budget: the full run"
     )
