@@ -35,6 +35,7 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         "One seed each: the improvement at this budget carries the noise of a single run. The holdout was looked at",
         f"{len(reader.events('holdout_look'))} times in this study, all looks are in the ledger.",
         "",
+        *reproductions(reader, run.node),
         "## Lineage",
         "",
     ]
@@ -46,3 +47,11 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
     lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
     lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", ""]
     return "\n".join(lines)
+
+
+def reproductions(reader: Reader, node: int) -> list[str]:
+    """Return what became of every reproduction of a node, also of those that failed."""
+    events = [event for event in reader.events("reproduced") if event.data["node"] == node]
+    return (
+        ["## Reproductions at the search's budget", "", *(f"- {event.text}" for event in events), ""] if events else []
+    )

@@ -11,6 +11,7 @@
     │   ├── SealBroken              something that a score depends on has changed
     │   └── LedgerBroken            the ledger contradicts itself
     ├── StudyLocked                 another driver owns the study (exit code 2)
+    ├── CannotStart                 no job can be started on this machine (exit code 2)
     └── StoppedEarly                the search ended before its totals: canary, disk (exit code 3)
 
 A job that fails is no error but a value, ``harness.records.Failed``.
@@ -55,6 +56,12 @@ class LedgerBroken(CheckFailed):
 
 class StudyLocked(WrongUse):
     """Another driver owns the study."""
+
+
+class CannotStart(OvernightError):
+    """No job can be started on this machine: its interpreter, packages or sandbox fail before any training."""
+
+    exit_code = 2
 
 
 class StoppedEarly(OvernightError):

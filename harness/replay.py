@@ -4,20 +4,26 @@ First `reproduce`: the incumbent's config with a seed that the search never used
 land within the noise. Then `full_run`: the baseline and the incumbent trained under a larger budget of the owner's.
 Schedules are functions of budget progress, so they are derived anew and not stretched. Both are scored on val and,
 once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The full run writes
-checkpoints at the probe points and goes on from the newest one after ``kill -9``.
+checkpoints at the probe points and goes on from the newest one after ``kill -9``. A winner that does not reproduce is
+not trained further.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import dataclass
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from scipy import stats
 
 from frozen.timer import Budget
+from frozen.tokens import EncodedSplit
 from harness import checkpoints
 from harness.card import model_card
 from harness.errors import CheckFailed, WrongUse
@@ -28,17 +34,21 @@ from harness.locks import device_lock, driver_lock
 from harness.orders import score_order, train_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
-from harness.records import BASELINE, Failed, Role, Scored, Standing, Trained, Trial
+from harness.records import BASELINE, CurvePoint, Failed, Role, Scored, Standing, Trained, Trial, TrialState
 from harness.recovery import recover
 from harness.rows import Ending
 from harness.study import Study
 from harness.view import View
 
 FULL_RUN_REPLICATE = 1_000
-"""Replicate number of full runs: a seed that no search reaches, the same after a restart."""
+"""Replicate number of full runs: a seed that no search reaches, the same after a restart. Reproductions follow it."""
+CHECKPOINT_COPIES = 8
+"""Sizes of the weights that a full run needs on the disk: two checkpoints with the optimizer's moments, two models."""
 AGREEMENT = 0.99
 """Two-sided confidence at which a reproduction is said to differ."""
 SECONDS_PER_DAY = 86_400.0
+REPRODUCED = "reproduced"
+"""Kind of the event that a reproduction leaves."""
 Who = Literal["best", "baseline"]
 
 
@@ -57,6 +67,9 @@ class Reproduction:
     def agrees(self) -> bool:
         """Whether the score lies within the interval."""
         return abs(self.score - self.expected) <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"{self.score:.4f} on a fresh seed, {self.expected:.4f} ± {self.tolerance:.4f} expected"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +94,15 @@ class FullRun:
     """Folder that ``from_pretrained`` loads."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What a replay came to."""
+
+    reproduction: Reproduction
+    full: FullRun | None
+    """None unless a budget was given."""
+
+
 class Replay:
     """Runs replays of one study; a context that owns the study like a search does."""
 
@@ -94,26 +116,47 @@ class Replay:
     # --- reproduce ---
 
     def reproduce(self) -> Reproduction:
-        """Run the incumbent with a fresh seed at the search's budget, in the ledger as one of its replicates."""
-        incumbent = self._incumbent()
-        noise = self.reader.noise()
-        assert incumbent.score is not None
-        assert noise is not None
-        replicate = max(t.replicate for t in self.reader.trials() if t.replicate < FULL_RUN_REPLICATE) + 1
-        budget = self.study.budget
-        folder = self.study.paths.replay / "reproduce"
-        shutil.rmtree(folder, ignore_errors=True)
-        trial = self._trial(incumbent, Role.REPLICATE, budget, replicate, ReplayPaths(folder), resumable=False)
+        """Run the incumbent with a fresh seed at the search's budget.
+
+        Its row has the role ``final``: a check must not move the mean and the noise that it is checked against.
+        """
+        incumbent, noise = self._incumbent(), self.reader.noise()
+        if noise is None or incumbent.score is None:
+            raise WrongUse(
+                f"study {self.study.name} has no measured noise yet: let `overnight run` finish the baseline"
+            )
+        replicate = max([FULL_RUN_REPLICATE, *(trial.replicate for trial in self.reader.trials())]) + 1
+        paths = ReplayPaths(self.study.paths.replay / "reproduce")
+        shutil.rmtree(paths.root, ignore_errors=True)
+        trial = self._trial(incumbent, self.study.budget, replicate, paths, resumable=False)
         assert trial.score is not None
-        count = len(incumbent.scores)
-        width = stats.t.ppf((1 + AGREEMENT) / 2, noise.degrees_of_freedom) * math.sqrt(1 + 1 / count)
-        shutil.rmtree(folder)
-        return Reproduction(
+        quantile = float(stats.t.ppf((1 + AGREEMENT) / 2, noise.degrees_of_freedom))
+        found = Reproduction(
             trial=trial.id,
             score=trial.score,
             expected=incumbent.score,
-            tolerance=float(width) * noise.standard_deviation,
+            tolerance=quantile * noise.standard_deviation * math.sqrt(1 + 1 / len(incumbent.scores)),
         )
+        text = f"node {incumbent.node} {'reproduces' if found.agrees else 'does NOT reproduce'}: {found}"
+        self.ledger.event(REPRODUCED, text, {"node": incumbent.node, "agrees": found.agrees} | asdict(found))
+        self.view.say(text[0].upper() + text[1:] + ".")
+        shutil.rmtree(paths.root)
+        return found
+
+    def reproduced(self) -> Reproduction:
+        """Return the newest reproduction of the incumbent that agreed, or run one; `CheckFailed` if it does not."""
+        node = self._incumbent().node
+        names = [field.name for field in fields(Reproduction)]
+        for event in reversed(self.reader.events(REPRODUCED)):
+            if event.data["node"] == node and event.data["agrees"]:
+                return Reproduction(**{name: event.data[name] for name in names})
+        found = self.reproduce()
+        if not found.agrees:
+            raise CheckFailed(
+                f"node {node} does not reproduce ({found}), so it is not trained further; replay again to draw"
+                " another seed, or go on searching"
+            )
+        return found
 
     # --- full run ---
 
@@ -121,6 +164,7 @@ class Replay:
         """Train baseline and incumbent under ``budget``; go on where an earlier call with the same budget stopped."""
         incumbent, baseline = self._incumbent(), self.reader.baseline()
         assert baseline is not None
+        self._make_room(incumbent, baseline)
         best = self._full_scores("best", incumbent, budget)
         base = best if incumbent.node == BASELINE else self._full_scores("baseline", baseline, budget)
         run = FullRun(
@@ -141,8 +185,9 @@ class Replay:
             if trial is not None:
                 raise CheckFailed(f"trial {trial.id} was scored but its model is gone from {paths.model}")
             self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}.")
-            trial = self._trial(standing, Role.FINAL, budget, FULL_RUN_REPLICATE, paths, resumable=True)
+            trial = self._trial(standing, budget, FULL_RUN_REPLICATE, paths, resumable=True)
         assert trial.score is not None
+        shutil.rmtree(paths.train, ignore_errors=True)  # left by a death between closing the row and cleaning up
         holdout = self._holdout(trial, paths)
         return FullScores(trial=trial.id, val=trial.score, val_perplexity=trial.perplexity, holdout=holdout)
 
@@ -168,7 +213,6 @@ class Replay:
     def _trial(
         self,
         standing: Standing,
-        role: Role,
         budget: Budget,
         replicate: int,
         paths: ReplayPaths,
@@ -180,7 +224,7 @@ class Replay:
         seed = self.study.seed_of(replicate)
         number = self.ledger.begin(
             proposal=standing.node or None,
-            role=role,
+            role=Role.FINAL,
             config=standing.config,
             seed=seed,
             replicate=replicate,
@@ -192,22 +236,35 @@ class Replay:
         )
         paths.train.mkdir(parents=True, exist_ok=True)
         self.view.trial_began(self.reader.trial(number))
-        job = train_order(
-            self.study, standing.config, seed=seed, budget=budget, folder=paths.train, resumable=resumable
-        )
-        trained = self.launcher.run(
-            job,
-            log=paths.log,
-            deadline_seconds=SECONDS_PER_DAY * 30,
-            on_point=lambda point: self.view.point(number, point),
-        )
-        ending = self._score(standing, paths, trained)
+        try:
+            ending = self._run(standing, seed, budget, paths, number, resumable=resumable)
+        except KeyboardInterrupt:
+            stopped = Failed(state=TrialState.INTERRUPTED, error_class="Interrupted", error_text="ended by the owner")
+            self.ledger.close_trial(number, Ending.of_failed(stopped))
+            raise
         self.ledger.close_trial(number, ending)
         trial = self.reader.trial(number)
         self.view.trial_ended(trial)
         if trial.score is None:
             raise CheckFailed(f"trial {number} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
+        shutil.rmtree(paths.train)  # only now: until the row is closed a restart goes on from the checkpoints in it
         return trial
+
+    def _run(
+        self, standing: Standing, seed: int, budget: Budget, paths: ReplayPaths, number: int, *, resumable: bool
+    ) -> Ending:
+        """Train and score."""
+        points: list[CurvePoint] = []
+
+        def on_point(point: CurvePoint) -> None:
+            points.append(point)
+            self.view.point(number, point)
+
+        job = train_order(
+            self.study, standing.config, seed=seed, budget=budget, folder=paths.train, resumable=resumable
+        )
+        trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
+        return replace(self._score(standing, paths, trained), curve=tuple(points))
 
     def _score(self, standing: Standing, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
         if isinstance(trained, Failed):
@@ -221,15 +278,20 @@ class Replay:
         if isinstance(scored, Failed):
             return Ending.of_failed(scored, trained=trained)
         assert isinstance(scored, Scored)
-        shutil.rmtree(paths.train)
         return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
+
+    def _make_room(self, *standings: Standing) -> None:
+        """See to it that models and checkpoints fit: weights, and two moments of the optimizer beside them, twice."""
+        running = {trial.id for past in self.reader.running() for trial in past.trials}
+        need = sum(CHECKPOINT_COPIES * self.study.bytes_of(standing.config) for standing in standings)
+        checkpoints.make_room(self.study.paths, running, need)
 
     # --- where and what ---
 
     def _incumbent(self) -> Standing:
         incumbent = self.reader.incumbent()
         if incumbent is None:
-            raise WrongUse(f"study {self.study.paths.name} has no baseline yet: `overnight run` it first")
+            raise WrongUse(f"study {self.study.name} has no baseline yet: `overnight run` it first")
         return incumbent
 
     def _paths(self, who: Who, standing: Standing, budget: Budget) -> ReplayPaths:
@@ -243,18 +305,48 @@ class Replay:
         return None
 
 
-def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = False) -> Reproduction | FullRun:
-    """Reproduce the incumbent (no budget), or train it as a full run; the driver's lock is held throughout."""
+def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = False) -> Replayed:
+    """Reproduce the incumbent; with a budget, train it as a full run then. The driver's lock is held throughout.
+
+    `CheckFailed`: the winner does not reproduce, or a run failed. `StoppedEarly`: the disk is too full.
+    """
     with (
         driver_lock(study.paths),
         device_lock(study.device),
+        _signals_interrupt(),
         Ledger.open(study.paths.ledger) as ledger,
         Reader(study.paths.ledger) as reader,
         Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher,
     ):
         recover(study.mark, ledger, reader)
         runner = Replay(study, ledger, reader, launcher, view)
-        return runner.reproduce() if budget is None else runner.full_run(budget)
+        if budget is None:
+            return Replayed(reproduction=runner.reproduce(), full=None)
+        return Replayed(reproduction=runner.reproduced(), full=runner.full_run(budget))
+
+
+def budget_of_epochs(study: Study, epochs: float) -> Budget:
+    """Return the token budget of ``epochs`` passes over the training split, separators included.
+
+    It is the same for baseline and winner, whatever share of the documents their configs read.
+    """
+    split = EncodedSplit.load(study.paths.split("train"))
+    return Budget("tokens", float(math.ceil(epochs * (len(split.tokens) + split.documents))))
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a replay like Ctrl-C: the row is closed and the checkpoints stay."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reason(failed: Trained | Scored | Failed) -> str:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frozen.corpus import SplitSizes
-from frozen.formats import Source, SourceError
+from frozen.formats import Source
 
 from frozen.timer import Budget
-from frozen.tokens import EncodedSplit, Prepared, prepare
+from frozen.tokens import Prepared, prepare
 from harness import disk, files, origin
 from harness.config import TrialConfig, Value
 from harness.errors import BadInput
@@ -49,7 +49,7 @@ LARGEST_PROBE_BYTES = 1 << 15
 DEMO_BUDGET = "5e11flop"
 DEMO_TEXT_BYTES = 3_000_000
 DEMO_LEAST_BYTES = 1_000_000
-DEMO_EVALUATION = Evaluation(context=128, stride=64, probe_bytes=16_000, val_bytes=100_000, holdout_bytes=100_000)
+DEMO_EVALUATION = Evaluation(context=128, stride=96, probe_bytes=6_000, val_bytes=64_000, holdout_bytes=64_000)
 DEMO_VOCABULARY = 1024
 
 
@@ -236,7 +236,7 @@ def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     say(f"Reading and encoding {disk.readable(checked.text_bytes)} of text.")
     try:
         return prepare(sources, sizes, file.study.vocabulary, cache, say)
-    except SourceError as error:
+    except ValueError as error:  # `SourceError` is one
         raise BadInput(str(error)) from error
 
 
@@ -244,12 +244,13 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
     """Build the folder aside and give it its name."""
     root = request.root
     root.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(root)
     aside = StudyPaths(root.with_name(f".{root.name}.{os.getpid()}"))
     aside.root.mkdir()
     try:
         files.link_tree(prepared.folder, aside.root / "data")
-        vocabulary = EncodedSplit.load(aside.split("train")).vocabulary
-        asked = checked.file.study.model_copy(update={"vocabulary": vocabulary})
+        # Little text gives a smaller vocabulary than was asked for.
+        asked = checked.file.study.model_copy(update={"vocabulary": prepared.vocabulary})
         file = checked.file.model_copy(update={"study": asked})
         files.write_whole(aside.policy_toml, checked.policy_file.read_text(encoding="utf-8"))
         files.write_whole(aside.program_md, find_program(checked.policy_file).read_text(encoding="utf-8"))
@@ -269,6 +270,14 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
     finally:
         shutil.rmtree(aside.root, ignore_errors=True)
     return load(root)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a killed `create` of the same study left: its folder names a process that is no more."""
+    for left in root.parent.glob(f".{root.name}.*"):
+        number = left.name.rpartition(".")[2]
+        if number.isdigit() and not Path("/proc", number).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _row(name: str, study: Study) -> StudyRow:

@@ -90,14 +90,10 @@ class Study:
 
 def slowest_seconds(budget: Budget, config: TrialConfig, vocabulary: int) -> float:
     """Return the seconds in which any usable machine has spent ``budget``: a bound, far above what to expect."""
-    match budget.kind:
-        case "seconds":
-            return 4 * budget.amount
-        case "tokens":
-            flops = budget.amount * FLOPS_PER_PARAMETER_AND_TOKEN * config.model.parameters(vocabulary)
-        case "flops":
-            flops = budget.amount
-    return flops / SLOWEST_FLOPS_PER_SECOND
+    if budget.kind == "seconds":
+        return 4 * budget.amount
+    flops_per_unit = FLOPS_PER_PARAMETER_AND_TOKEN * config.model.parameters(vocabulary)
+    return budget.amount * (flops_per_unit if budget.kind == "tokens" else 1) / SLOWEST_FLOPS_PER_SECOND
 
 
 def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:

@@ -1,0 +1,436 @@
+"""Start a job, own its clock, kill its whole process tree, read its result.
+
+The driver's side of ``harness.jobs.nursery``. The driver alone decides how long a job may take (its own monotonic
+clock; nothing that a job does to time matters), and it believes only what arrives on the pipe that it made, and of that
+only the kind of result that the order can have. Whatever ends the driver closes its sockets, and the closed socket ends
+the job: there is no state to clean up. What survives even that (a kernel without pid namespaces, a killed warden)
+carries the study's mark in its environment and is found by `sweep`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+import frozen
+import harness
+from harness import processes
+from harness.errors import CannotStart, SealBroken
+from harness.jobs.job import Job, TrainJob
+from harness.jobs.nursery import Hello, Notice, Order
+from harness.jobs.report import Line
+from harness.jobs.sandbox import Tier
+from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
+
+MARK = "OVERNIGHT_STUDY"
+_OWN_MARK = "OVERNIGHT_NURSERY"
+
+_PASSED_ON = (
+    "PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH",
+    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
+)  # fmt: skip
+_SET = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # with spinning OpenMP threads a busy machine is ten times slower
+    "GOMP_SPINCOUNT": "0",
+    "OPENBLAS_NUM_THREADS": "1",  # numpy would start threads on import, and threads do not survive a fork
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "PYTHONHASHSEED": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it matrix products on a GPU do not repeat
+}
+
+_ATTEMPTS = 2
+"""Of starting one job: a nursery that is killed before the job began costs nothing but its imports."""
+_POLL_SECONDS = 0.1
+_START_SECONDS = 300.0
+"""For the imports: seconds on a quiet machine, far more from a cold disk on a busy one."""
+_GRACE_SECONDS = 20.0
+"""From asking the warden to kill until the nursery itself is killed."""
+_CHUNK = 1 << 16
+_LONGEST_LINE = 1 << 27
+_TAIL_BYTES = 2000
+
+Result = Trained | Scored | Failed
+
+
+class Launcher:
+    """Runs jobs one after another for one study.
+
+    ``bytecode`` is a folder for compiled modules that no job may write; ``mark`` names the study in the environment of
+    every process; ``cold`` runs each job in a fresh interpreter; ``threads`` is for the nursery's own libraries, a job
+    says how many it uses. ``command`` replaces the nursery's command line, to which the descriptor is appended.
+    """
+
+    def __init__(
+        self, *, bytecode: Path, mark: str, cold: bool = False, threads: int, command: Sequence[str] | None = None
+    ) -> None:
+        self._bytecode = bytecode
+        self._mark = mark
+        self._cold = cold
+        self._threads = threads
+        self._command = command
+        self._nursery: _Nursery | None = None
+        self._tier: Tier | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def sandbox_tier(self) -> Tier:
+        """``landlock``, or ``plain``: jobs may then read and write what the driver may. Known once started."""
+        if self._tier is None:
+            raise RuntimeError("the sandbox tier is known once the launcher is started")
+        return self._tier
+
+    @property
+    def nursery_pid(self) -> int | None:
+        """Process id of the warm parent, None while there is none."""
+        return None if self._nursery is None else self._nursery.process.pid
+
+    def start(self) -> None:
+        """Start the nursery unless it runs; its imports go on in the background. `CannotStart` says why it did not."""
+        if self._nursery is not None and self._nursery.process.poll() is None:
+            return
+        self._drop_nursery()
+        self._nursery = _Nursery(self._bytecode, self._mark, self._threads, self._command)
+        self._tier = self._nursery.greet()
+
+    def close(self) -> None:
+        """End the nursery and everything below it; calling it twice is harmless."""
+        self._drop_nursery()
+
+    def run(
+        self,
+        job: Job,
+        *,
+        log: Path,
+        deadline_seconds: float,
+        on_point: Callable[[CurvePoint], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Result:
+        """Run one job to its end and return how it ended; nothing of it is left when this returns or raises.
+
+        ``deadline_seconds`` is wall clock from the start of the job's process. ``should_stop`` is asked several times a
+        second; a job that it stops is ``interrupted``. The job's output is appended to ``log``.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(job, TrainJob):
+            job.folder.mkdir(parents=True, exist_ok=True)
+        words = ""
+        for _ in range(_ATTEMPTS):
+            self.start()
+            assert self._nursery is not None
+            with _Run(self._nursery, Order(job=job, tier=self.sandbox_tier), log) as run:
+                run.follow(deadline_seconds, on_point or _ignore, should_stop or _never)
+            if run.exit is None:
+                words = self._nursery.last_words()
+            if run.exit is None or self._cold:
+                self._drop_nursery(force=run.exit is None)
+            if run.began is not None or run.killed_as is not None:
+                return run.result()
+        raise CannotStart(f"the process that starts jobs died {_ATTEMPTS} times before a job began: {words}")
+
+    def _drop_nursery(self, *, force: bool = False) -> None:
+        if self._nursery is not None:
+            self._nursery.end(force=force)
+            self._nursery = None
+
+
+def _ignore(point: CurvePoint) -> None:
+    del point
+
+
+def _never() -> bool:
+    return False
+
+
+class _Nursery:
+    """One running nursery and the socket to it."""
+
+    def __init__(self, bytecode: Path, mark: str, threads: int, command: Sequence[str] | None) -> None:
+        bytecode.mkdir(parents=True, exist_ok=True)
+        self._own_mark = uuid4().hex
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the nursery
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        default = [sys.executable, "-I", "-X", f"pycache_prefix={bytecode.resolve()}", "-m", "harness.jobs.nursery"]
+        with theirs:
+            self.process = subprocess.Popen(
+                [*(command or default), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=self._words,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                env=environment(os.environ, mark, threads) | {_OWN_MARK: self._own_mark},
+                start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
+            )
+
+    def greet(self) -> Tier:
+        """Wait for the first message; refuse a nursery whose code is not this driver's."""
+        self.channel.settimeout(_START_SECONDS)
+        try:
+            message = self.channel.recv(_CHUNK)
+        except TimeoutError:
+            message = b""
+        if not message:
+            words = self.last_words()
+            self.end(force=True)
+            raise CannotStart(f"the process that starts jobs ended before it spoke: {words}")
+        hello = Hello.model_validate_json(message)
+        for package, theirs in ((frozen, hello.frozen), (harness, hello.harness)):
+            ours = Path(str(package.__file__)).resolve().parent
+            if theirs != ours:
+                self.end(force=True)
+                raise SealBroken(f"jobs would import {package.__name__} from {theirs}, the driver uses {ours}")
+        return hello.tier
+
+    def last_words(self) -> str:
+        """Return the end of what it wrote, to explain why it died."""
+        size = self._words.seek(0, os.SEEK_END)
+        self._words.seek(max(0, size - _TAIL_BYTES))
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        return " / ".join(lines[-3:]) if lines else f"no output, exit status {self.process.poll()}"
+
+    def end(self, *, force: bool) -> None:
+        """Close the channel and wait, or kill it and all that carries its mark."""
+        self.channel.close()
+        if force:
+            self.process.kill()
+        try:
+            self.process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            force = True
+            self.process.kill()
+            self.process.wait()
+        if force:
+            processes.sweep(f"{_OWN_MARK}={self._own_mark}")
+        self._words.close()
+
+
+def environment(inherited: Mapping[str, str], mark: str, threads: int) -> dict[str, str]:
+    """Return the environment of all job processes: an allow-list, so that no key of the owner's is ever in it."""
+    passed = {name: inherited[name] for name in _PASSED_ON if name in inherited}
+    return passed | _SET | {"OMP_NUM_THREADS": str(threads), MARK: mark}
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """One job from its order to its end."""
+
+    nursery: _Nursery
+    order: Order
+    log: Path
+    began: float | None = None
+    """Monotonic clock when the job's process started; None: it never did."""
+    exit: Notice | None = None
+    """How it ended, by the warden's word; None: the warden is gone too."""
+    killed_as: TrialState | None = None
+    """Why this driver killed it, if it did."""
+    unreadable: str | None = None
+    outcome: Result | None = None
+    last_point: CurvePoint | None = None
+    ended: float | None = None
+    _control: socket.socket = field(init=False)
+    _report: int = field(init=False)
+    _buffers: dict[int, bytes] = field(default_factory=dict)
+    _killed_at: float | None = None
+    _kills_before: int = field(default_factory=processes.kills_for_memory)
+
+    def __enter__(self) -> Self:
+        self._control, control = socket.socketpair()
+        self._report, report = os.pipe()
+        os.set_blocking(self._report, False)
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        message = self.order.model_dump_json().encode()
+        self.nursery.channel.settimeout(_START_SECONDS)
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `follow` finds the socket closed
+                socket.send_fds(self.nursery.channel, [message], [control.fileno(), report, log])
+        finally:
+            control.close()
+            os.close(report)
+            os.close(log)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.exit is None:
+            self._kill_for_good()
+        self._control.close()
+        os.close(self._report)
+
+    def follow(
+        self, deadline_seconds: float, on_point: Callable[[CurvePoint], None], should_stop: Callable[[], bool]
+    ) -> None:
+        """Read until the warden has said how the job ended, or is gone; kill the job when its time is over."""
+        asked = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._report, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select(_POLL_SECONDS)}
+                if self._report in ready and not self._take_reports(on_point):
+                    selector.unregister(self._report)
+                if self._control.fileno() in ready and not self._take_notices():
+                    break
+                self._mind_the_time(asked, deadline_seconds, should_stop)
+                if self._killed_at is not None and time.monotonic() - self._killed_at > _GRACE_SECONDS:
+                    break
+        self.ended = time.monotonic()
+        self._take_reports(on_point)
+
+    def _mind_the_time(self, asked: float, deadline_seconds: float, should_stop: Callable[[], bool]) -> None:
+        if self.killed_as is not None:
+            return
+        now = time.monotonic()
+        if should_stop():
+            self._kill(TrialState.INTERRUPTED)
+        elif self.unreadable is not None:
+            self._kill(TrialState.CRASHED)
+        elif self.began is not None and now - self.began > deadline_seconds:
+            self._kill(TrialState.TIMED_OUT)
+        elif self.began is None and now - asked > _START_SECONDS:
+            raise CannotStart(f"no job started within {_START_SECONDS:.0f} s: {self.nursery.last_words()}")
+
+    def _kill(self, reason: TrialState) -> None:
+        """Ask the warden to kill everything. If no job has begun, the order may still lie in the nursery's socket."""
+        self.killed_as = reason
+        self._killed_at = time.monotonic()
+        with contextlib.suppress(OSError):  # a socket whose other end is gone cannot be shut down
+            self._control.shutdown(socket.SHUT_WR)
+        if self.began is None:
+            self.nursery.process.kill()
+
+    def _kill_for_good(self) -> None:
+        """After an error of ours: no job may outlive the call that ran it."""
+        self._kill(TrialState.INTERRUPTED)
+        self._control.settimeout(_GRACE_SECONDS)
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while self._control.recv(_CHUNK):
+                pass
+
+    def _take_notices(self) -> bool:
+        """Read what the warden wrote; False when it has closed its end."""
+        try:
+            data = self._control.recv(_CHUNK)
+        except ConnectionResetError:
+            data = b""
+        for line in self._lines(self._control.fileno(), data):
+            notice = Notice.model_validate_json(line)
+            if notice.started is not None:
+                self.began = time.monotonic()
+            else:
+                self.exit = notice
+        return bool(data)
+
+    def _take_reports(self, on_point: Callable[[CurvePoint], None]) -> bool:
+        """Read what the job reported so far; False when no writer is left."""
+        while True:
+            try:
+                data = os.read(self._report, _CHUNK)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            for line in self._lines(self._report, data):
+                self._take_report(line, on_point)
+
+    def _take_report(self, line: bytes, on_point: Callable[[CurvePoint], None]) -> None:
+        try:
+            content = Line.model_validate_json(line).content
+        except ValidationError as error:
+            self.unreadable = str(error.errors(include_url=False)[0]["msg"])
+            return
+        if isinstance(content, CurvePoint):
+            self.last_point = content
+            on_point(content)
+        else:
+            self.outcome = content
+
+    def _lines(self, source: int, data: bytes) -> list[bytes]:
+        *lines, rest = (self._buffers.get(source, b"") + data).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            self.unreadable, rest = f"a line of more than {_LONGEST_LINE} bytes", b""
+        self._buffers[source] = rest
+        return lines
+
+    def result(self) -> Result:
+        """Say how the job ended. A job's own word counts if the order asks for it and the exit status agrees."""
+        trains = isinstance(self.order.job, TrainJob)
+        wall = 0.0 if self.began is None or self.ended is None else self.ended - self.began
+        if self.exit is not None and self.exit.status is not None and self.unreadable is None:
+            match self.outcome:
+                case Trained() if self.exit.status == 0 and trains:
+                    return self.outcome.model_copy(update={"wall_seconds": wall})
+                case Scored() if self.exit.status == 0 and not trains:
+                    return self.outcome
+                case Failed():
+                    return self.outcome.model_copy(update={"wall_seconds": wall})
+                case _:
+                    pass
+        state, name, text = self._explain()
+        point = self.last_point
+        return Failed(
+            state=state,
+            error_class=name,
+            error_text=text,
+            steps=None if point is None else point.step,
+            train_seconds=None if point is None else point.seconds,
+            wall_seconds=wall,
+        )
+
+    def _explain(self) -> tuple[TrialState, str, str]:
+        """Return state, class and sentence of a job that left no valid result."""
+        if self.unreadable is not None:
+            return TrialState.CRASHED, "UnreadableReport", f"the job's report could not be read: {self.unreadable}"
+        if self.killed_as is TrialState.TIMED_OUT:
+            return TrialState.TIMED_OUT, "DeadlinePassed", "the job was killed at its wall-clock deadline"
+        if self.killed_as is not None:
+            return self.killed_as, "Stopped", "the job was stopped by its driver"
+        if self.exit is None:
+            return TrialState.LOST, "WardenGone", "the job's process tree vanished without a word"
+        if self.exit.signal == signal.SIGKILL and processes.kills_for_memory() > self._kills_before:
+            text = "the kernel killed the job because the machine's memory ran out"
+            return TrialState.OUT_OF_MEMORY, "KilledForMemory", text
+        if self.exit.signal is not None:
+            name = signal.Signals(self.exit.signal).name
+            return TrialState.CRASHED, name, f"the job was ended by {name}; its log says more"
+        text = f"the job ended with status {self.exit.status} and without a valid result; its log says more"
+        return TrialState.CRASHED, "NoResult", text
+
+
+def sweep(mark: str) -> int:
+    """Kill every process that carries the study's mark in its environment; return how many there were.
+
+    For the start of a run, when no launcher of this study is alive.
+    """
+    return processes.sweep(f"{MARK}={mark}")

@@ -1,0 +1,184 @@
+"""A study with a seated baseline and one kept proposal, and a launcher that makes results up instead of training."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from harness import checkpoints
+from harness.config import TrialConfig, apply
+from harness.jobs.job import ScoreJob, TrainJob
+from harness.ledger import Ledger
+from harness.paths import StudyPaths
+from harness.policy import find_policy
+from harness.queries import Reader
+from harness.records import CurvePoint, Decision, Failed, Proposal, Role, Scored, Trained, Verdict
+from harness.rows import Ending, NewNode, StudyRow
+from harness.seal import Seal
+from harness.study import Study, build
+from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
+
+BYTES = 1000
+POINT = CurvePoint(
+    progress=1, seconds=2, step=10, train_loss=4, probe_bits_per_byte=2.5, learning_rate=1e-3, gradient_norm=1
+)
+
+
+@dataclass
+class MadeUpLauncher:
+    """Trains by writing down a score and scores by reading it back: lower with a higher learning rate."""
+
+    orders: list[TrainJob | ScoreJob] = field(default_factory=list)
+    spoil: Callable[[TrainJob | ScoreJob], Failed | None] = lambda job: None
+    shift: float = 0.0
+    """Added to every score of a training that happens now."""
+    sandbox_tier: str = "plain"
+
+    def run(
+        self,
+        job: TrainJob | ScoreJob,
+        *,
+        log: Path,
+        deadline_seconds: float,
+        on_point: Callable[[CurvePoint], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Trained | Scored | Failed:
+        """Answer at once."""
+        self.orders.append(job)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        failed = self.spoil(job)
+        if failed is not None:
+            return failed
+        if isinstance(job, ScoreJob):
+            score = float((job.weights / "model.safetensors").read_text())
+            nats = score * math.log(2) * BYTES
+            return Scored(nats=nats, bytes=BYTES, tokens=300, document_nats=(nats,), score_seconds=0.5)
+        if on_point:
+            on_point(POINT)
+        write_model(job.folder / "model", made_up_score(job.config, job.seed) + self.shift)
+        return trained()
+
+
+def made_up_score(config: TrialConfig, seed: int) -> float:
+    return 3 - 100 * config.optim.learning_rate + 0.001 * (seed % 3)
+
+
+def write_model(folder: Path, score: float) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(repr(score))
+    (folder / "config.json").write_text("{}")
+
+
+def trained() -> Trained:
+    return Trained(
+        steps=10,
+        tokens=2000,
+        parameters=5000,
+        train_seconds=2.0,
+        warmup_seconds=0.1,
+        wall_seconds=3.0,
+        peak_memory_bytes=10**9,
+        device="cpu",
+    )
+
+
+@dataclass
+class Night:
+    """The study with hands to fill its ledger."""
+
+    study: Study
+    ledger: Ledger
+    reader: Reader
+    launcher: MadeUpLauncher
+
+    def run(self, config: TrialConfig, replicate: int, role: Role, proposal: int | None = None) -> int:
+        """Run one trial as a search does."""
+        study, seed = self.study, self.study.seed_of(replicate)
+        trial = self.ledger.begin(
+            proposal=proposal,
+            role=role,
+            config=config,
+            seed=seed,
+            replicate=replicate,
+            epoch=0,
+            budget=str(study.budget),
+            seal=study.seal.digest,
+            device=study.device,
+            sandbox="plain",
+        )
+        score = made_up_score(config, seed)
+        write_model(study.paths.trial(trial).weights, score)
+        nats = score * math.log(2) * BYTES
+        scored = Scored(nats=nats, bytes=BYTES, tokens=300, document_nats=(nats,), score_seconds=0.5)
+        digest = checkpoints.digest_of(study.paths.trial(trial).weights)
+        self.ledger.close_trial(trial, Ending.of_scored(trained=trained(), scored=scored, checkpoint_digest=digest))
+        return trial
+
+    def seat_baseline(self) -> None:
+        """Run the baseline with three seeds."""
+        base = self.study.baseline
+        first, *_ = [self.run(base, replicate, Role.BASELINE) for replicate in range(3)]
+        self.ledger.seat_baseline(base, first, checkpoints.publish(self.study.paths, first, 0))
+
+    def keep(self, learning_rate: float) -> None:
+        """Propose a learning rate, run it, keep it."""
+        diff = {"optim.learning_rate": learning_rate}
+        number = self.ledger.queue(Proposal(diff=diff, source="hand", rationale="faster", watch="loss"))
+        config = apply(self.study.baseline, diff)
+        self.ledger.start(number, 0, config)
+        self.run(config, 0, Role.SCREEN, number)
+        first, *_ = [self.run(config, replicate, Role.REPLICATE, number) for replicate in (1, 2)]
+        verdict = Verdict(
+            decision=Decision.KEPT,
+            difference=-0.07,
+            standard_error=0.001,
+            probability=1e-4,
+            replicates=2,
+            reason="it is better",
+        )
+        digest = checkpoints.publish(self.study.paths, first, number)
+        self.ledger.decide(number, verdict, NewNode(trial=first, checkpoint_digest=digest))
+
+
+@pytest.fixture
+def night(bare_study: StudyPaths) -> Iterator[Night]:
+    """Return an empty study under made-up data."""
+    file = StudyFile(
+        study=Asked(
+            task="pretrain",
+            model="fresh",
+            policy="demo",
+            budget="200000tok",
+            vocabulary=512,
+            seed=0,
+            data=(DataSource(name="text", path="text.txt"),),
+        ),
+        eval=Evaluation(context=64, stride=32, probe_bytes=1, val_bytes=1, holdout_bytes=1),
+    )
+    bare_study.study_toml.write_text(file.render())
+    bare_study.policy_toml.write_text(find_policy("demo").read_text())
+    study = build(bare_study, file, Seal.take(bare_study))
+    row = StudyRow(
+        name=study.name,
+        task="pretrain",
+        model="fresh",
+        metric="bits_per_byte",
+        seed=0,
+        budget="200000tok",
+        seal=study.seal.digest,
+        policy="",
+        versions={},
+        git_commit=None,
+        git_dirty=None,
+        device="cpu",
+        created=datetime.datetime.now(datetime.UTC),
+    )
+    with Ledger.create(bare_study.ledger, study=row) as ledger, Reader(bare_study.ledger) as reader:
+        yield Night(study, ledger, reader, MadeUpLauncher())

@@ -1,0 +1,110 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness import checkpoints
+from harness.records import Failed, TrialState
+from harness.study import load
+from harness.verify import Finding, verify
+
+Night = Any  # the fixture's class lives in conftest.py
+
+
+def broken(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if not finding.ok]
+
+
+def best(night: Night) -> Any:
+    digest = night.reader.checkpoints()[1]
+    return checkpoints.folder_of(night.study.paths, 1, digest) / "model.safetensors"
+
+
+@pytest.fixture
+def sound(night: Night) -> Night:
+    """Return a study with a winner."""
+    night.seat_baseline()
+    night.keep(1e-3)
+    return night
+
+
+def test_a_sound_study_passes(sound: Night) -> None:
+    """Seal, ledger, both checkpoints and the best score are found to be what they were."""
+    findings = verify(sound.study, scorer=sound.launcher)
+    assert broken(findings) == []
+    assert [finding.what for finding in findings] == ["seal", "ledger", "checkpoint", "checkpoint", "score"]
+    assert "node 1" in findings[-1].text
+    assert sound.launcher.orders[0].split == sound.study.paths.split("val").resolve()
+
+
+def test_a_study_without_trials_passes(night: Night) -> None:
+    """A study that has not begun has nothing to score."""
+    assert broken(verify(night.study, scorer=night.launcher)) == []
+    assert night.launcher.orders == []
+
+
+def flip(path: Any) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda n: flip(n.study.paths.split("holdout") / "tokens.bin"), "data/holdout/tokens.bin has changed"),
+        (lambda n: flip(n.study.paths.tokenizer / "tokenizer.json"), "data/tokenizer/tokenizer.json has changed"),
+        (lambda n: flip(n.study.paths.policy_toml), "policy.toml has changed"),
+        (lambda n: flip(best(n)), "has changed since it was published"),
+        (lambda n: best(n).unlink(), "has changed since it was published"),
+        (lambda n: best(n).rename(best(n).with_name("x")), "has changed since it was published"),
+        (lambda n: n.study.paths.lineage.rename(n.study.paths.root / "gone"), "there is no model folder"),
+    ],
+)
+def test_damage_is_named_and_nothing_is_scored(sound: Night, damage: Callable[[Night], None], said: str) -> None:
+    """One byte in data, tokenizer, policy or checkpoint is named; a score from there on would mean nothing."""
+    damage(sound)
+    found = broken(verify(sound.study, scorer=sound.launcher))
+    assert any(said in text for text in found), found
+    assert "is not scored again" in found[-1]
+    assert sound.launcher.orders == []
+
+
+def test_every_damage_is_named(sound: Night) -> None:
+    """One broken thing does not hide the next."""
+    flip(sound.study.paths.split("val") / "tokens.bin")
+    flip(best(sound))
+    (sound.study.paths.split("train") / "more").touch()
+    text = "\n".join(broken(verify(sound.study, scorer=sound.launcher)))
+    assert all(name in text for name in ("data/val/tokens.bin", "lineage", "data/train/more"))
+
+
+def test_a_wrong_score_is_found(sound: Night) -> None:
+    """A recorded score that the weights do not give is a broken promise."""
+    shifted = sound.launcher.run
+
+    def run(job: Any, **told: Any) -> Any:
+        scored = shifted(job, **told)
+        return scored.model_copy(update={"nats": scored.nats * (1 + 1e-5)})
+
+    sound.launcher.run = run
+    assert "the ledger has" in broken(verify(sound.study, scorer=sound.launcher))[0]
+
+
+def test_a_scoring_that_fails_is_a_finding(sound: Night) -> None:
+    """A crash while scoring is reported with its reason."""
+    sound.launcher.spoil = lambda job: Failed(state=TrialState.CRASHED, error_class="E", error_text="boom")
+    assert broken(verify(sound.study, scorer=sound.launcher)) == ["the best checkpoint cannot be scored: crashed, boom"]
+
+
+def test_a_study_is_read_back(sound: Night) -> None:
+    """What `load` returns is the study that was made."""
+    again = load(sound.study.paths.root.name, sound.study.paths.root.parent)
+    assert (again.file, again.baseline, again.budget, again.evaluation) == (
+        sound.study.file,
+        sound.study.baseline,
+        sound.study.budget,
+        sound.study.evaluation,
+    )
+    assert again.seal.verify(thorough=True) == sound.study.seal.digest
+    assert again.mark == sound.study.mark
