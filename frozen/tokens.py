@@ -9,18 +9,32 @@ their content's digest, which is the same on any machine.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from frozen.corpus import SPLITS, Corpus, Kept, SplitSizes, split_corpus
+from frozen.formats import Reading, Source, SourceError, read
+
 SEPARATOR = "<|endoftext|>"
 """The one special token, id 0: stands before every document, in training and in evaluation alike."""
+LEAST_VOCABULARY = 257
+"""256 bytes and the separator: any text can be encoded."""
+LARGEST_VOCABULARY = 1 << 20
+_RECIPE = 1
+"""Counts changes of how sources become arrays; part of the cache's digest."""
+_RAW_TEXT = ("val", "holdout")
+"""Splits whose raw text is kept, so that a score can be recomputed by an independent program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,14 +120,16 @@ def write_split(
     The folder is not published whole by this function: `prepare` does that for all splits together.
     """
     kind = np.uint16 if vocabulary <= 1 << 16 else np.uint32
-    parts = [np.asarray(document, dtype=np.int64) for document in documents]
-    for index, part in enumerate(parts):
+    parts: list[npt.NDArray[Any]] = []
+    for index, document in enumerate(documents):
+        part = np.asarray(document)
         if part.size and (part.min() < 0 or part.max() >= vocabulary):
             raise ValueError(f"document {index} holds a token outside the vocabulary of {vocabulary}")
+        parts.append(part.astype(kind))
     lengths = np.array([part.size for part in parts], dtype=np.int64)
     folder.mkdir(parents=True)
     arrays = {
-        "tokens": np.concatenate([part.astype(kind) for part in parts]) if parts else np.empty(0, kind),
+        "tokens": np.concatenate(parts) if parts else np.empty(0, kind),
         "offsets": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
         "bytes": np.array(list(byte_counts), dtype=np.int64),
         "source_ids": np.array(list(source_ids), dtype=np.int16),
@@ -134,3 +150,218 @@ def write_text_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> int:
+    """Train a byte-level BPE tokenizer and save it where ``AutoTokenizer.from_pretrained`` finds it.
+
+    Any text can be encoded and decodes to itself. Returns the size of the vocabulary, which is smaller than asked for
+    if the texts do not hold enough different pairs. The same texts give the same files.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if not LEAST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} is not possible: {LEAST_VOCABULARY} to {LARGEST_VOCABULARY} are"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True)
+    write_text_durably(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SEPARATOR,
+        "eos_token": SEPARATOR,
+        "pad_token": SEPARATOR,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_text_durably(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+    return int(tokenizer.get_vocab_size())
+
+
+def encode(texts: Sequence[str], tokenizer: Path) -> Iterator[npt.NDArray[np.uint32]]:
+    """Yield each text's tokens. A text that spells out the separator is encoded as the characters it is made of."""
+    from tokenizers import Tokenizer
+
+    loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    loaded.encode_special_tokens = True
+    for begin in range(0, len(texts), 1024):
+        for encoding in loaded.encode_batch(texts[begin : begin + 1024], add_special_tokens=False):
+            yield np.array(encoding.ids, dtype=np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Encoded data in the cache: ``train``, ``probe``, ``val``, ``holdout``, ``tokenizer`` and ``report.json``."""
+
+    folder: Path
+    digest: str
+    """Of everything that the data was made from: the folder's name."""
+    report: dict[str, Any]
+    """What was read, dropped and why."""
+    reused: bool
+    """Whether it lay in the cache already, whole and unchanged."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the tokenizer's vocabulary; smaller than asked for if there was too little text."""
+        return int(self.report["vocabulary"])
+
+
+def prepare(
+    sources: Sequence[Source],
+    sizes: SplitSizes,
+    vocabulary: int,
+    cache: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Prepared:
+    """Read, clean, split and encode sources once; the same inputs are found in the cache the next time.
+
+    Folders appear in ``cache`` whole or not at all, named by a digest of their inputs (the texts, not their places).
+    One that is found is hashed again before it is used, because studies share its files, and made anew if it changed.
+    `SourceError` and `ValueError` say what is wrong with the inputs, and then nothing is written.
+    """
+    from filelock import FileLock
+
+    names = [source.name for source in sources]
+    if not sources or len(set(names)) != len(names):
+        raise SourceError(f"expected one or more sources with different names, got {', '.join(names) or 'none'}")
+    if not LEAST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} is not possible: {LEAST_VOCABULARY} to {LARGEST_VOCABULARY} are"
+        )
+    readings = {}
+    for source in sorted(sources, key=lambda source: source.name):
+        progress(f"reading {source.name}")
+        readings[source.name] = read(source)
+    digest = _digest(readings, sizes, vocabulary)
+    folder = cache / digest
+    if folder.is_dir() and _unchanged(folder):
+        return Prepared(folder, digest, _report(folder), reused=True)
+    documents = [document for reading in readings.values() for document in reading.documents]
+    corpus = split_corpus(documents, sizes, progress)
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "lock"):
+        for leftover in cache.glob(".building-*"):  # of a process that died: nobody else is here
+            shutil.rmtree(leftover)
+        if folder.is_dir() and _unchanged(folder):
+            return Prepared(folder, digest, _report(folder), reused=True)
+        aside = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+        try:
+            _build(aside, corpus, readings, vocabulary, progress)
+            if folder.exists():
+                shutil.rmtree(folder)
+            aside.rename(folder)
+            _sync_folder(cache)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    return Prepared(folder, digest, _report(folder), reused=False)
+
+
+def _digest(readings: dict[str, Reading], sizes: SplitSizes, vocabulary: int) -> str:
+    """Return the identity of the inputs: names and texts in any order, what is asked for, and who does it."""
+    texts = {
+        name: sorted(hashlib.sha256(document.text.encode("utf-8")).hexdigest() for document in reading.documents)
+        for name, reading in readings.items()
+    }
+    rejected = {
+        name: sorted((item.where, item.reason) for item in reading.rejected) for name, reading in readings.items()
+    }
+    tools = {name: importlib.metadata.version(name) for name in ("datasketch", "numpy", "tokenizers")}
+    inputs = [_RECIPE, texts, rejected, asdict(sizes), vocabulary, tools]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _build(
+    folder: Path, corpus: Corpus, readings: dict[str, Reading], vocabulary: int, progress: Callable[[str], None]
+) -> None:
+    """Write everything into a new folder, the manifest last."""
+    progress(f"training a tokenizer of {vocabulary} tokens")
+    tokenizer = folder / "tokenizer"
+    actual = train_tokenizer((kept.text for kept in corpus.splits["train"]), vocabulary, tokenizer)
+    report = {"vocabulary": actual, **corpus.report.as_json(), "rejected": _rejections(readings), "tokens": {}}
+    for name in SPLITS:
+        progress(f"encoding {name}")
+        texts = corpus.splits[name]
+        report["tokens"][name] = len(_write_texts(folder / name, texts, tuple(readings), tokenizer, actual).tokens)
+    write_text_durably(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_text_durably(folder / "manifest.json", json.dumps(_manifest(folder), indent=1) + "\n")
+    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        _sync_folder(path)
+
+
+def _write_texts(
+    folder: Path, texts: Sequence[Kept], sources: tuple[str, ...], tokenizer: Path, vocabulary: int
+) -> EncodedSplit:
+    """Encode one split, and keep its raw text if it is one that scores are made on."""
+    split = write_split(
+        folder,
+        documents=encode([kept.text for kept in texts], tokenizer),
+        byte_counts=[kept.bytes for kept in texts],
+        source_ids=[sources.index(kept.source) for kept in texts],
+        sources=sources,
+        separator=0,
+        vocabulary=vocabulary,
+    )
+    if folder.name in _RAW_TEXT:
+        rows = (
+            {"text": kept.text, "source": kept.source, "bytes": kept.bytes, "sha256": kept.digest} for kept in texts
+        )
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_text_durably(folder / "documents.jsonl", lines)
+    return split
+
+
+def _rejections(readings: dict[str, Reading]) -> dict[str, Any]:
+    """Return what did not become a document, by source: all counts, and the first hundred places."""
+    return {
+        name: {
+            "rejected": len(reading.rejected),
+            "first": [asdict(item) for item in reading.rejected[:100]],
+            "other_files": dict(sorted(reading.other_files.items())),
+        }
+        for name, reading in readings.items()
+    }
+
+
+def _manifest(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file but the manifest, by its path in the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    digests = {}
+    for path in files:
+        with path.open("rb") as file:
+            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _unchanged(folder: Path) -> bool:
+    """Return whether a cached folder holds exactly the files it was published with."""
+    manifest = folder / "manifest.json"
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return bool(recorded == _manifest(folder))
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
