@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from agent.space import Space, from_unit, propose_each, seed, show
+from agent.space import Space, Step, from_unit, propose_each, seed, show
 from harness.records import History, Proposal
 
 ATTEMPTS = 2000
@@ -32,17 +32,24 @@ class RandomProposer:
         space = Space.of(history)
         if space is None:
             return None
-        source = random.Random(seed(history, self.name))
-        names = sorted(space.knobs)
-        for _ in range(ATTEMPTS):
-            changes = source.randint(1, min(history.max_changes, len(names)))
-            values = {name: from_unit(space.knobs[name], source.random()) for name in source.sample(names, changes)}
-            step = space.step(values)
-            if step is not None:
-                return Proposal(
-                    diff=step.diff,
-                    source=self.name,
-                    rationale="Drawn at random: " + ", ".join(f"{k} = {show(v)}" for k, v in step.diff.items()) + ".",
-                    watch="; ".join(space.knobs[name].watch for name in step.diff),
-                )
-        return None
+        step = draw(space, random.Random(seed(history, self.name)))
+        if step is None:
+            return None
+        return Proposal(
+            diff=step.diff,
+            source=self.name,
+            rationale="Drawn at random: " + ", ".join(f"{k} = {show(v)}" for k, v in step.diff.items()) + ".",
+            watch="; ".join(space.knobs[name].watch for name in step.diff),
+        )
+
+
+def draw(space: Space, source: random.Random) -> Step | None:
+    """Return a diff of one to ``max_changes`` knobs, each uniform on its scale; None where nothing new was drawn."""
+    names = sorted(space.knobs)
+    for _ in range(ATTEMPTS):
+        changes = source.randint(1, min(space.history.max_changes, len(names)))
+        values = {name: from_unit(space.knobs[name], source.random()) for name in source.sample(names, changes)}
+        step = space.step(values)
+        if step is not None:
+            return step
+    return None

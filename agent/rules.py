@@ -124,20 +124,23 @@ class RulesProposer:
 def ideas(situation: Situation) -> Iterator[Idea]:
     """Yield what to try, most urgent first. Fresh ideas only, but for mending and the learning rate."""
     yield from mend(situation)
-    yield from learning_rate(situation)
+    yield from sweep(situation)
+    yield from fresh(situation, itertools.chain(more_steps(situation), model_size(situation)))
+    yield from retune(situation)
     once = itertools.chain(
-        more_steps(situation),
-        model_size(situation),
-        schedule(situation),
         optimizer(situation),
+        schedule(situation),
         regularisation(situation),
         join(situation),
         other_way(situation),
     )
-    for idea in once:
-        if frozenset(idea.values.items()) not in situation.tried:
-            yield idea
+    yield from fresh(situation, once)
     yield from nudge(situation)
+
+
+def fresh(situation: Situation, some: Iterator[Idea]) -> Iterator[Idea]:
+    """Leave out what was proposed before, also against another incumbent."""
+    return (idea for idea in some if frozenset(idea.values.items()) not in situation.tried)
 
 
 def mend(s: Situation) -> Iterator[Idea]:
@@ -161,34 +164,50 @@ def mend(s: Situation) -> Iterator[Idea]:
             yield Idea({**effect.diff, "batch.per_device": max(1, batch.per_device // 2)}, why, 0.005, 0.3)
 
 
-def learning_rate(s: Situation) -> Iterator[Idea]:
-    """Sweep by factors until the best rate has worse ones on both sides, then once between it and the better one."""
-    if not s.turns(RATE):
+def sweep(s: Situation) -> Iterator[Idea]:
+    """Sweep the learning rate by factors until the best has worse ones on both sides, then look once between."""
+    if not s.turns(RATE) or any(
+        set(e.diff) == {RATE} and not differs_only_in(e.config, s.space.base, RATE) for e in s.past
+    ):
         return
     points, pending = _rate_points(s)
     if pending:
         return
-    knob, base = s.space.knobs[RATE], s.space.base
-    elsewhere = [e for e in s.past if set(e.diff) == {RATE} and not differs_only_in(e.config, base, RATE)]
-    coupled = any(e.kept and any(name.startswith(COUPLED) for name in e.diff) for e in s.past)
-    if elsewhere and not coupled:
-        return
-    factor = RETUNE_FACTOR if elsewhere else SWEEP_FACTOR
-    best = min(points, key=lambda rate: (points[rate], rate))
-    above = [rate for rate in points if rate > best]
-    below = [rate for rate in points if rate < best]
-    again = "The batch or the model has changed, and the best rate with it" if elsewhere else "The rate matters most"
-    if not above and best < float(knob.high or best):
-        why = f"{again}: {show(best)} is the highest tried and the best so far, so {factor:g} times as much."
-        yield Idea({RATE: tidy(knob, best * factor)}, why, 0.02 if len(points) < 3 else 0.01, 0.5)
-    if not below and best > float(knob.low or best):
-        why = f"{again}: {show(best)} is the lowest tried and the best so far, so {factor:g} times less."
-        yield Idea({RATE: tidy(knob, best / factor)}, why, 0.01, 0.4)
-    neighbours = [*sorted(above)[:1], *sorted(below)[-1:]]
-    for near in sorted(neighbours, key=lambda rate: (points[rate], rate)):
-        if not elsewhere and max(near / best, best / near) > FINE_RATIO:
+    yield from _bracket(s, points, SWEEP_FACTOR, "The rate matters most")
+    best = _best(points)
+    neighbours = [
+        *sorted(rate for rate in points if rate > best)[:1],
+        *sorted(rate for rate in points if rate < best)[-1:],
+    ]
+    for near in sorted(neighbours, key=lambda rate: (points[rate], rate))[:1]:
+        if max(near / best, best / near) > FINE_RATIO:
             why = f"The sweep has its best at {show(best)}; now between it and {show(near)}."
-            yield Idea({RATE: tidy(knob, math.sqrt(best * near))}, why, 0.005, 0.4)
+            yield Idea({RATE: tidy(s.space.knobs[RATE], math.sqrt(best * near))}, why, 0.005, 0.4)
+
+
+def retune(s: Situation) -> Iterator[Idea]:
+    """Bracket the learning rate again, by a small factor, once a change of batch or model was kept."""
+    if not s.turns(RATE) or not any(e.kept and any(name.startswith(COUPLED) for name in e.diff) for e in s.past):
+        return
+    points, pending = _rate_points(s)
+    if not pending:
+        yield from _bracket(s, points, RETUNE_FACTOR, "The batch or the model has changed, and the best rate with it")
+
+
+def _bracket(s: Situation, points: Mapping[float, float], factor: float, reason: str) -> Iterator[Idea]:
+    knob, best = s.space.knobs[RATE], _best(points)
+    assert knob.low is not None
+    assert knob.high is not None
+    if best == max(points) and best < knob.high:
+        seen = "" if len(points) == 1 else f", {show(best)} is the highest tried and the best so far"
+        yield Idea({RATE: tidy(knob, best * factor)}, f"{reason}{seen}: {factor:g} times as much.", 0.01, 0.5)
+    if best == min(points) and best > knob.low:
+        seen = "" if len(points) == 1 else f", {show(best)} is the lowest tried and the best so far"
+        yield Idea({RATE: tidy(knob, best / factor)}, f"{reason}{seen}: {factor:g} times less.", 0.01, 0.4)
+
+
+def _best(points: Mapping[float, float]) -> float:
+    return min(points, key=lambda rate: (points[rate], rate))
 
 
 def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:

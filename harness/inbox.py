@@ -7,7 +7,6 @@ killed in between reads it again: a proposal that comes twice is recognised as a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -105,22 +104,3 @@ def _put_aside(letter: Path, reason: str) -> Unreadable:
     folder.mkdir(exist_ok=True)
     letter.replace(folder / letter.name)
     return Unreadable(file=letter.name, reason=reason[:500])
-
-
-def driver_is_running(paths: StudyPaths) -> bool:
-    """Tell whether a driver holds the study's lock, without taking it for longer than the question.
-
-    The lock is the kernel's (``flock``), so a dead driver does not hold it, whatever file it left behind.
-    """
-    try:
-        descriptor = os.open(paths.lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)

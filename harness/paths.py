@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.errors import BadInput
+
 RUNS = Path("runs")
 """Studies lie here, in the current folder."""
+DEMO = "demo"
+"""Name of the study that `overnight run` makes when there is none."""
 SPLITS = ("train", "probe", "val", "holdout")
 
 
@@ -162,3 +167,28 @@ class StudyPaths:
     def report_html(self) -> Path:
         """The report."""
         return self.root / "report.html"
+
+
+def folder_of(name_or_path: str | Path, runs: Path = RUNS) -> Path:
+    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not."""
+    text = os.fspath(name_or_path)
+    return Path(text) if os.sep in text or text in (".", "..") else runs / text
+
+
+def names(runs: Path = RUNS) -> list[str]:
+    """Return the names of all studies below ``runs``, sorted."""
+    if not runs.is_dir():
+        return []
+    return sorted(p.name for p in runs.iterdir() if not p.name.startswith(".") and StudyPaths(p).study_toml.is_file())
+
+
+def find(name_or_path: str | Path, runs: Path = RUNS) -> StudyPaths:
+    """Return the paths of an existing study; `BadInput` gives the nearest name and how to make one."""
+    paths = StudyPaths(folder_of(name_or_path, runs))
+    if paths.study_toml.is_file() and paths.ledger.is_file():
+        return paths
+    from harness.config import nearest  # only on the way to an error: who knows the way must not wait for pydantic
+
+    known = names(runs)
+    there = f"; there are {', '.join(known)}" if known else f"; `overnight init {paths.name}` makes one"
+    raise BadInput(f"there is no study {os.fspath(name_or_path)!r}{nearest(paths.name, known)}{there}")

@@ -27,11 +27,11 @@ from harness import disk, files, origin
 from harness.config import TrialConfig, Value
 from harness.errors import BadInput
 from harness.ledger import Ledger
-from harness.paths import StudyPaths, cache_folder
+from harness.paths import DEMO, StudyPaths, cache_folder
 from harness.policy import Policy, find_policy, find_program
 from harness.rows import StudyRow
 from harness.seal import Seal
-from harness.study import DEMO, METRICS, Study, build, load
+from harness.study import METRICS, Study, build, load
 from harness.studyfile import SMALLEST_VOCABULARY, Asked, DataSource, Evaluation, StudyFile, check_choice, named
 
 TASKS = ("pretrain",)

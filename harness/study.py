@@ -14,17 +14,14 @@ from pathlib import Path
 
 from frozen.timer import Budget
 from harness import origin
-from harness.config import TrialConfig, Value, nearest
-from harness.errors import BadInput
+from harness.config import TrialConfig, Value
 from harness.jobs.job import EvalSettings
-from harness.paths import RUNS, StudyPaths
+from harness.paths import RUNS, StudyPaths, find, folder_of
 from harness.policy import FLOPS_PER_PARAMETER_AND_TOKEN, Policy
 from harness.queries import Reader
 from harness.seal import Seal
 from harness.studyfile import Evaluation, StudyFile
 
-DEMO = "demo"
-"""Name of the study that `overnight run` makes when there is none."""
 METRICS = {"pretrain": "bits_per_byte"}
 BYTES_PER_PARAMETER = 4
 """Weights are saved in fp32."""
@@ -97,29 +94,6 @@ def slowest_seconds(budget: Budget, config: TrialConfig, vocabulary: int) -> flo
         return 4 * budget.amount
     flops_per_unit = FLOPS_PER_PARAMETER_AND_TOKEN * config.model.parameters(vocabulary)
     return budget.amount * (flops_per_unit if budget.kind == "tokens" else 1) / SLOWEST_FLOPS_PER_SECOND
-
-
-def folder_of(name_or_path: str | Path, runs: Path = RUNS) -> Path:
-    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not."""
-    text = os.fspath(name_or_path)
-    return Path(text) if os.sep in text or text in (".", "..") else runs / text
-
-
-def names(runs: Path = RUNS) -> list[str]:
-    """Return the names of all studies below ``runs``, sorted."""
-    if not runs.is_dir():
-        return []
-    return sorted(p.name for p in runs.iterdir() if not p.name.startswith(".") and StudyPaths(p).study_toml.is_file())
-
-
-def find(name_or_path: str | Path, runs: Path = RUNS) -> StudyPaths:
-    """Return the paths of an existing study; `BadInput` gives the nearest name and how to make one."""
-    paths = StudyPaths(folder_of(name_or_path, runs))
-    if paths.study_toml.is_file() and paths.ledger.is_file():
-        return paths
-    known = names(runs)
-    there = f"; there are {', '.join(known)}" if known else f"; `overnight init {paths.name}` makes one"
-    raise BadInput(f"there is no study {os.fspath(name_or_path)!r}{nearest(paths.name, known)}{there}")
 
 
 def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:

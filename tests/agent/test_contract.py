@@ -8,18 +8,25 @@ from typing import Any
 
 import pytest
 
+from agent.mixed import MixedProposer
 from agent.random import RandomProposer
 from agent.rules import RulesProposer
+from agent.sampler import SamplerProposer
 from harness.policy import Policy
 from harness.records import Proposer
 
 MAKERS: dict[str, Any] = {
     "random": RandomProposer,
     "rules": RulesProposer,
+    "sampler": SamplerProposer,
+    "mixed": MixedProposer,
 }
 
 
-@pytest.fixture(params=sorted(MAKERS))
+PROCESS = {"sampler", "mixed"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.process] * (name in PROCESS)) for name in sorted(MAKERS)])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Proposer]]:
     made: list[Proposer] = []
 

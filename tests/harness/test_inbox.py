@@ -5,13 +5,12 @@ from __future__ import annotations
 import string
 from pathlib import Path
 
-import filelock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import BadInput
-from harness.inbox import Message, Pause, Propose, Resume, Stop, Unreadable, driver_is_running, post, take, waiting
+from harness.inbox import Message, Pause, Propose, Resume, Stop, Unreadable, post, take, waiting
 from harness.paths import StudyPaths
 from harness.records import Proposal
 
@@ -84,14 +83,3 @@ def test_an_inbox_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "inbox").write_text("a file where the folder should be")
     with pytest.raises(BadInput, match="inbox"):
         post(StudyPaths(tmp_path), Pause())
-
-
-def test_only_a_held_lock_means_a_running_driver(paths: StudyPaths) -> None:
-    """A lock file without its owner, as kill -9 leaves it, is no running driver."""
-    assert not driver_is_running(paths)
-    with filelock.FileLock(paths.lock):
-        assert driver_is_running(paths)
-    paths.lock.touch()
-    assert not driver_is_running(paths)
-    with filelock.FileLock(paths.lock, timeout=0):
-        pass
