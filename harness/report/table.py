@@ -129,24 +129,27 @@ def _difference(past: Past) -> str:
     return next(iter(words.failures(past)), words.NOTHING)
 
 
-def lineage(facts: Facts) -> RenderableType:
+def lineage(facts: Facts, width: int) -> RenderableType:
     """Return the chain from the baseline to the incumbent, then the config that it amounts to."""
     if facts.baseline is None or facts.best is None:
         return Text("The baseline has no score yet, so there is no lineage.")
-    table = _rows("node", "change", "difference", "score", "why it was kept", right=("difference", "score"))
+    columns = ["node", "change", "difference", "score"] + (["why it was kept"] if width >= WIDE else [])
+    table = _rows(*columns, right=("difference", "score"))
+    for name in ("node", "difference", "score"):
+        table.columns[columns.index(name)].no_wrap = True
     configs = {standing.node: standing.config for standing in facts.lineage}
     by_number = {past.number: past for past in facts.past}
     for standing in facts.best_lineage:
         found, past = level(facts, standing), by_number.get(standing.node)
         parent = None if standing.parent is None else configs[standing.parent]
-        score = words.NOTHING if found is None else words.plus_minus(words.score(found.score), found.standard_error)
-        table.add_row(
+        cells = [
             words.node(standing.node),
             "\n".join(words.change(standing.diff, parent)) or "the owner's config",
             words.NOTHING if past is None else _difference(past),
-            score,
-            words.NOTHING if past is None else words.reason(past),
-        )
+            words.NOTHING if found is None else words.plus_minus(words.score(found.score), found.standard_error),
+            words.NOTHING if past is None else words.reason(past) or words.NOTHING,
+        ]
+        table.add_row(*cells[: len(columns)])
     return Group(
         table, "", Text("Together, against the baseline:", style="bold"), Padding(_totals(facts), (0, 0, 0, 2))
     )

@@ -1,0 +1,277 @@
+"""The commands that make or change something: init, run, propose, pause, resume, stop, replay, verify, report.
+
+Each checks what a person wrote before it touches anything; what is heavy is imported only by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.config import Value
+from harness.errors import BadInput, BadValue, CheckFailed, WrongUse
+from harness.inbox import Message, Pause, Propose, Resume, Stop, post
+from harness.limits import Limits
+from harness.locks import driver_lives
+from harness.paths import DEMO, StudyPaths, folder_of, names
+from harness.queries import Reader
+from harness.reading import chosen, console, put
+from harness.records import Proposal
+
+if TYPE_CHECKING:
+    from frozen.timer import Budget
+    from harness.replay import FullRun, Reproduction
+    from harness.study import Study
+
+DEMO_PROPOSALS = 10
+"""Proposals that one `overnight run` of the demo decides."""
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Make a study."""
+    from harness import study
+
+    out = console()
+    made = study.create(
+        arguments.study,
+        policy=arguments.policy,
+        data=arguments.data,
+        budget=arguments.budget,
+        task=arguments.task,
+        model=arguments.model,
+        baseline=assignments(arguments.knobs),
+        progress=out.print,
+    )
+    out.print(f"Study {made.name} is made in {made.paths.root}. `overnight run {arguments.study}` starts the search.")
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search until a total is reached or the owner ends it; then show what came of it."""
+    from harness.live import screen
+    from harness.search import search
+
+    out = console()
+    study, is_demo = _study_to_run(arguments.study)
+    limits = _limits(arguments, study, is_demo=is_demo)
+    with screen(out, study.paths, limits, plain=arguments.plain) as view:
+        stopped = search(study, limits=limits, proposer=arguments.proposer, cold=arguments.cold, view=view)
+    _show_result(study.paths)
+    return stopped.exit_code
+
+
+def _study_to_run(name: str | None) -> tuple[Study, bool]:
+    """Return the named study, or the demo, made now if this is the first time."""
+    from harness import study
+
+    if name is not None:
+        return study.load(name), False
+    out = console()
+    if DEMO in names():
+        out.print(f"Going on with the demo study in {folder_of(DEMO)}: {DEMO_PROPOSALS} more proposals.")
+        return study.load(DEMO), True
+    out.print("Making the demo study: a small model on the text of this machine's own Python library.")
+    return study.create_demo(progress=out.print), True
+
+
+def _limits(arguments: argparse.Namespace, study: Study, *, is_demo: bool) -> Limits:
+    """Return what ends the search: what the command says goes before what study.toml says."""
+    written = study.file.run
+    given = (arguments.trials, arguments.hours, arguments.until, arguments.proposals)
+    if any(limit is not None for limit in given):
+        trials, hours, until, proposals = given
+    else:
+        trials, hours, until, proposals = written.trials, written.hours, written.until, None
+        if is_demo and trials is None and hours is None and until is None:
+            proposals = DEMO_PROPOSALS
+    moment = None if until is None else next_moment(until, datetime.datetime.now().astimezone())
+    return Limits(trials=trials, hours=hours, until=moment, proposals=proposals)
+
+
+def next_moment(clock: str, now: datetime.datetime) -> datetime.datetime:
+    """Return the next time that an aware local clock shows ``HH:MM``; tomorrow's, if today's has passed."""
+    hour, minute = (int(part) for part in clock.split(":"))
+    moment = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    return moment if moment > now else moment + datetime.timedelta(days=1)
+
+
+def _show_result(paths: StudyPaths) -> None:
+    """Print the ledger, the best lineage and where the report lies."""
+    from harness.report import summary, table
+    from harness.report.page import write_report
+
+    out = console()
+    with Reader(paths.ledger) as reader:
+        facts = summary.gather(reader, driver_lives=False)
+        write_report(paths, reader, paths.report_html, driver_lives=False)
+    out.print()
+    out.print(table.ledger(facts, out.width))
+    out.print()
+    out.print(table.lineage(facts, out.width))
+    out.print()
+    out.print(table.headline(facts), style="bold")
+    out.print(f"Report: {paths.report_html}", soft_wrap=True)
+
+
+def propose(arguments: argparse.Namespace) -> int:
+    """Queue a proposal, after the same gate that every proposer passes."""
+    from harness import study
+    from harness.policy import Refusal
+
+    made = study.load(chosen(arguments.study).root)
+    diff = assignments(arguments.knobs)
+    known = [made.policy.knobs[name].watch for name in diff if name in made.policy.knobs]
+    watch = arguments.watch or "; ".join(known)
+    proposal = Proposal(diff=diff, source="hand", rationale=arguments.why, watch=watch, parent=arguments.parent)
+    with Reader(made.paths.ledger) as reader:
+        nodes = {standing.node: standing.config for standing in reader.lineage()}
+        incumbent = reader.incumbent()
+        tried = reader.known_configs()
+    if arguments.parent is not None and arguments.parent not in nodes:
+        raise BadInput(
+            f"node {arguments.parent} is not in the lineage (nodes: {', '.join(map(str, nodes)) or 'none yet'})"
+        )
+    parent = (
+        nodes[arguments.parent] if arguments.parent is not None else (incumbent.config if incumbent else made.baseline)
+    )
+    config = made.policy.admit(proposal, parent, budget=made.budget, vocabulary=made.vocabulary)
+    if isinstance(config, Refusal):
+        raise BadValue(config.reason)
+    if config.digest in tried:
+        owner = f"proposal {tried[config.digest]}" if tried[config.digest] else "the baseline"
+        raise BadInput(f"this config was tried already: it is that of {owner}")
+    post(made.paths, Propose(proposal=proposal))
+    when = "the running search takes it next" if driver_lives(made.paths) else "the next `overnight run` takes it first"
+    console().print(f"Queued; {when}.")
+    return 0
+
+
+def assignments(texts: list[str]) -> dict[str, Value]:
+    """Return knobs and values of ``KNOB=VALUE`` texts: a JSON number or boolean is one, all else is a word."""
+    diff: dict[str, Value] = {}
+    for text in texts:
+        name, equals, raw = text.partition("=")
+        name, raw = name.strip(), raw.strip()
+        if not (equals and name and raw):
+            raise BadValue(f"{text!r} is not KNOB=VALUE, e.g. optim.learning_rate=1e-3")
+        if name in diff:
+            raise BadValue(f"{name} is set twice")
+        try:
+            value = json.loads(raw)
+        except ValueError:
+            value = raw
+        diff[name] = value if isinstance(value, bool | int | float | str) else raw
+    return diff
+
+
+def pause(arguments: argparse.Namespace) -> int:
+    """Ask the running search to begin no further trial."""
+    return _ask(arguments, Pause(), "It pauses after the running trial; `overnight resume` goes on.")
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Ask the paused search to go on."""
+    return _ask(arguments, Resume(), "It goes on.")
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Ask the running search to end."""
+    return _ask(arguments, Stop(), "It ends the running trial, which runs again later, writes the report and goes.")
+
+
+def _ask(arguments: argparse.Namespace, message: Message, answer: str) -> int:
+    paths = chosen(arguments.study)
+    if not driver_lives(paths):
+        raise WrongUse(f"no search of study {paths.name} is running, so there is nothing to {message.kind}")
+    post(paths, message)
+    console().print(answer)
+    return 0
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Reproduce the incumbent, or train it as a full run beside the baseline."""
+    from harness import study
+    from harness.live import screen
+    from harness.replay import replay as replayed
+
+    out = console()
+    made = study.load(chosen(arguments.study).root)
+    budget = _full_budget(arguments, made)
+    with screen(out, made.paths, Limits(), plain=False) as view:
+        result = replayed(made, budget, view, cold=arguments.cold)
+    out.print(_reproduced(result.reproduction), soft_wrap=True)
+    if not result.reproduction.agrees:
+        raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
+    for line in _full(result.full, made.metric) if result.full else ():
+        out.print(line, soft_wrap=True)
+    return 0
+
+
+def _full_budget(arguments: argparse.Namespace, made: Study) -> Budget | None:
+    from frozen.timer import Budget
+
+    if arguments.epochs is not None:
+        from harness.replay import budget_of_epochs
+
+        return budget_of_epochs(made, arguments.epochs)
+    for text, unit in ((arguments.seconds, "s"), (arguments.tokens, "tok")):
+        if text is not None:
+            try:
+                return Budget.parse(text if not text[-1:].isdigit() and unit == "s" else text + unit)
+            except ValueError as error:
+                raise BadValue(str(error)) from error
+    return None
+
+
+def _reproduced(result: Reproduction) -> str:
+    said = "agrees with" if result.agrees else "DIFFERS from"
+    return (
+        f"Trial {result.trial} scored {result.score:.4f} and {said} the ledger's {result.expected:.4f}"
+        f" (one more seed lies within ± {result.tolerance:.4f} in 99 of 100 cases)."
+    )
+
+
+def _full(result: FullRun, metric: str) -> list[str]:
+    best, base = result.best, result.baseline
+    lines = [f"Full run with {result.budget}, node {result.node} beside the baseline, in {metric}:"]
+    for name, scores in (("baseline", base), ("best", best)):
+        lines.append(f"  {name:9} val {scores.val:.4f}, holdout {scores.holdout:.4f} (trial {scores.trial})")
+    gain = base.holdout - best.holdout
+    lines.append(
+        f"  on the holdout the best config is {abs(gain):.4f} {'better' if gain > 0 else 'not better'}; one seed each."
+    )
+    lines.append(f"Model: {result.model}")
+    return lines
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Check everything that the study promises."""
+    from harness import study
+    from harness.verify import verify as verified
+
+    findings = verified(study.load(chosen(arguments.study).root))
+    if arguments.json:
+        put([{"what": found.what, "ok": found.ok, "text": found.text} for found in findings])
+    else:
+        out = console()
+        for found in findings:
+            out.print(f"{'ok    ' if found.ok else 'FAILED'}  {found.what}: {found.text}", soft_wrap=True)
+    return 0 if all(found.ok for found in findings) else CheckFailed.exit_code
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the report."""
+    from harness.report.page import write_report
+
+    paths = chosen(arguments.study)
+    target = Path(arguments.output) if arguments.output is not None else paths.report_html
+    if not target.parent.is_dir():
+        raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    lives = driver_lives(paths)
+    with Reader(paths.ledger) as reader:
+        write_report(paths, reader, target, driver_lives=lives)
+    console().print(f"Report: {target}", soft_wrap=True)
+    return 0

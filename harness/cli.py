@@ -1,0 +1,228 @@
+"""The console script ``overnight``: arguments in, one of the commands, an exit code out.
+
+Nothing is imported before a command needs it, so that ``--help`` and the reading commands answer at once. Exit codes:
+0 done, 1 a failed check, 2 wrong use or nothing could start, 3 stopped early, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sqlite3
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from harness.errors import OvernightError
+
+INTERRUPTED = 130
+COMMANDS = (
+    *("init", "run", "propose", "pause", "resume", "stop"),
+    *("status", "ledger", "lineage", "show", "compare"),
+    *("replay", "verify", "report", "doctor"),
+)
+EPILOG = "STUDY is a name under runs/ or a path; where it may be left out, it is the only study or the one that runs."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` shows what there is)\n")
+
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[_Parser]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; every foreseen error is one sentence on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    known = parser()
+    if words and (nearest := _mistyped(words[0])) is not None:
+        return _fail(f"there is no command {words[0]!r}{nearest} (`overnight --help` shows what there is)", 2)
+    arguments = known.parse_args(words)
+    module, _, function = arguments.command.partition(":")
+    try:
+        code = getattr(importlib.import_module(module), function)(arguments)
+        sys.stdout.flush()
+    except OvernightError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # `overnight ledger | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except sqlite3.DatabaseError as error:
+        return _fail(f"the ledger cannot be read: {error}", 2)
+    except OSError as error:
+        from harness.disk import NOT_WRITABLE
+
+        if error.errno not in NOT_WRITABLE:
+            raise
+        return _fail(f"cannot write {error.filename or 'the study'}: {NOT_WRITABLE[error.errno]}", 2)
+    assert isinstance(code, int)
+    return code
+
+
+def _mistyped(word: str) -> str | None:
+    """Return ``; did you mean …?`` for a word that is no command, or None for one that is, or for an option."""
+    if word.startswith("-") or word in COMMANDS:
+        return None
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, COMMANDS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"overnight: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = _Parser(prog="overnight", description="Searches the hyperparameters of an LLM training job while you sleep.")
+    top.epilog = EPILOG
+    top.add_argument("--version", action=_Version)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _search_commands(commands)
+    _reading_commands(commands)
+    _other_commands(commands)
+    return top
+
+
+class _Version(argparse.Action):
+    """Prints the installed version; looked up only when asked, because it takes a moment."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"overnight {version('overnight')}")
+        parser.exit()
+
+
+def _add(commands: _Commands, name: str, where: str, text: str) -> argparse.ArgumentParser:
+    """Add a command; ``where`` is ``module:function``, imported when it is called."""
+    command = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", epilog=EPILOG)
+    command.set_defaults(command=where)
+    return command
+
+
+def _search_commands(commands: _Commands) -> None:
+    command = _add(commands, "init", "harness.acting:init", "make a study: prepare and seal the data")
+    command.add_argument("study", metavar="STUDY")
+    command.add_argument("--policy", required=True, metavar="P", help="name under policies/ (demo, pretrain) or a path")
+    command.add_argument("--data", required=True, nargs="+", metavar="SRC", help="files or folders; or NAME=PATH")
+    command.add_argument("--budget", required=True, metavar="B", help="of each trial: 300s, 2Mtok, 5e12flop")
+    command.add_argument("--task", default="pretrain", help="what is trained for (default: %(default)s)")
+    command.add_argument("--model", default="fresh", help="what is trained (default: %(default)s, a new model)")
+    _knobs(command, "your current config, where it differs from the policy's defaults")
+
+    command = _add(commands, "run", "harness.acting:run", "search; without a study: make and run the demo")
+    command.add_argument("study", nargs="?", metavar="STUDY")
+    command.add_argument("--trials", type=_positive_int, metavar="N", help="total of the study's trials, every role")
+    command.add_argument("--hours", type=_positive, metavar="H", help="total of the driver's time over all its runs")
+    command.add_argument("--until", type=_clock, metavar="HH:MM", help="no trial begins that would end later")
+    command.add_argument("--proposals", type=_positive_int, metavar="N", help="end after N more proposals are decided")
+    command.add_argument("--proposer", metavar="NAME", help="who proposes (default: the study's)")
+    command.add_argument("--cold", action="store_true", help="a fresh interpreter for every job")
+    command.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
+
+    command = _add(commands, "propose", "harness.acting:propose", "queue a proposal by hand")
+    _study(command)
+    _knobs(command, "what to change", required=True)
+    command.add_argument("--why", required=True, metavar="TEXT", help="the reason, for the ledger")
+    command.add_argument("--watch", metavar="TEXT", help="what to look at (default: the knobs' own)")
+    command.add_argument("--parent", type=int, metavar="NODE", help="lineage node to branch from (default: the best)")
+    for name, text in (
+        ("pause", "begin no further trial until resume"),
+        ("resume", "go on after pause"),
+        ("stop", "end the running search in good order"),
+    ):
+        _study(_add(commands, name, f"harness.acting:{name}", text))
+
+
+def _reading_commands(commands: _Commands) -> None:
+    for name, text in (
+        ("status", "how a study stands"),
+        ("ledger", "every proposal and what became of it"),
+        ("lineage", "the way from the baseline to the best config"),
+    ):
+        command = _add(commands, name, f"harness.reading:{name}", text)
+        _study(command)
+        _json(command)
+    command = _add(commands, "show", "harness.reading:show", "one trial (7) or proposal (p7) in full")
+    _study(command)
+    command.add_argument("what", metavar="TRIAL", help="a trial's number, or p and a proposal's")
+    _json(command)
+    command = _add(commands, "compare", "harness.reading:compare", "two scored trials, paired by document")
+    _study(command)
+    command.add_argument("a", metavar="A", help="a trial's number, or best, or baseline")
+    command.add_argument("b", metavar="B", help="likewise")
+    _json(command)
+
+
+def _other_commands(commands: _Commands) -> None:
+    command = _add(
+        commands, "replay", "harness.acting:replay", "reproduce the best config; with a budget: the full run"
+    )
+    _study(command)
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", metavar="N", help="train the best lineage and the baseline for N seconds each")
+    budget.add_argument("--tokens", metavar="N", help="… for N tokens (2000000, 2M)")
+    budget.add_argument("--epochs", type=_positive, metavar="N", help="… for N passes over the training split")
+    command.add_argument("--cold", action="store_true", help="a fresh interpreter for every job")
+    command = _add(commands, "verify", "harness.acting:verify", "check seal, ledger and best checkpoint, re-scored")
+    _study(command)
+    _json(command)
+    command = _add(commands, "report", "harness.acting:report", "write the report, one HTML file")
+    _study(command)
+    command.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in the study)")
+    command = _add(commands, "doctor", "harness.doctor:doctor", "what this machine offers a search")
+    _json(command)
+
+
+def _study(command: argparse.ArgumentParser) -> None:
+    command.add_argument("study", nargs="?", metavar="STUDY")
+
+
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+
+
+def _knobs(command: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
+    command.add_argument(
+        "--set", dest="knobs", action="append", default=[], required=required, metavar="KNOB=VALUE", help=text
+    )
+
+
+def _positive_int(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _clock(text: str) -> str:
+    hour, colon, minute = text.partition(":")
+    if not (colon and hour.isdigit() and minute.isdigit() and len(minute) == 2 and int(hour) < 24 and int(minute) < 60):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of day like 07:00")
+    return f"{int(hour):02d}:{minute}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
