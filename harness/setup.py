@@ -20,7 +20,6 @@ from pathlib import Path
 
 from frozen.corpus import SplitSizes
 from frozen.formats import Source
-
 from frozen.timer import Budget
 from frozen.tokens import Prepared, prepare
 from harness import disk, files, origin
