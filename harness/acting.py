@@ -195,7 +195,6 @@ def replay(arguments: argparse.Namespace) -> int:
     """Reproduce the incumbent, or train it as a full run beside the baseline."""
     from harness import study
     from harness.live import screen
-    from harness.replay import Reproduction
     from harness.replay import replay as replayed
 
     out = console()
@@ -203,12 +202,10 @@ def replay(arguments: argparse.Namespace) -> int:
     budget = _full_budget(arguments, made)
     with screen(out, made.paths, Limits(), plain=False) as view:
         result = replayed(made, budget, view, cold=arguments.cold)
-    if isinstance(result, Reproduction):
-        out.print(_reproduced(result))
-        if not result.agrees:
-            raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
-        return 0
-    for line in _full(result, made.metric):
+    out.print(_reproduced(result.reproduction), soft_wrap=True)
+    if not result.reproduction.agrees:
+        raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
+    for line in _full(result.full, made.metric) if result.full else ():
         out.print(line, soft_wrap=True)
     return 0
 
@@ -217,10 +214,9 @@ def _full_budget(arguments: argparse.Namespace, made: Study) -> Budget | None:
     from frozen.timer import Budget
 
     if arguments.epochs is not None:
-        from frozen.tokens import EncodedSplit
+        from harness.replay import budget_of_epochs
 
-        split = EncodedSplit.load(made.paths.split("train"))
-        return Budget("tokens", max(1, round(arguments.epochs * len(split.tokens))))
+        return budget_of_epochs(made, arguments.epochs)
     for text, unit in ((arguments.seconds, "s"), (arguments.tokens, "tok")):
         if text is not None:
             try:
