@@ -258,7 +258,8 @@ def import_everything() -> None:
     import harness.jobs.score
     import harness.jobs.train
 
-    del peft, torch, transformers, trl
+    transformers.utils.logging.disable_progress_bar()
+    del peft, torch, trl
     assert harness.jobs.score
     assert harness.jobs.train
 

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,15 @@ def score(logits_of: Logits, split: EncodedSplit, **changes: Any) -> Score:
 def uniform(tokens_bt: torch.Tensor) -> torch.Tensor:
     """Predict every token equally."""
     return torch.zeros(*tokens_bt.shape, VOCABULARY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: on matrices this small, threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,162 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from frozen.formats import Document, Format, Source, SourceError, read
+
+
+def texts(path: Path, file_format: Format = "auto") -> list[str]:
+    """Return the texts of a source."""
+    return [document.text for document in read(Source("one", path, file_format)).documents]
+
+
+def rows(*values: Any) -> str:
+    """Return JSON lines."""
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def good(count: int) -> list[dict[str, str]]:
+    """Return rows that can be read."""
+    return [{"text": f"text {number}"} for number in range(count)]
+
+
+def test_a_folder_is_read_recursively_and_in_order(tmp_path: Path) -> None:
+    """Text and JSON-lines files count, by suffix; hidden files and others do not, and are counted."""
+    for name, content in {
+        "b/two.py": "two",
+        "b/a/one.md": "one",
+        "z.jsonl": rows({"text": "three"}, {"text": "four"}),
+        "image.png": "no text",
+        "LICENSE": "no suffix",
+        "config.json": "{}",
+        ".hidden.txt": "hidden",
+        ".git/config.txt": "hidden",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    reading = read(Source("one", tmp_path))
+    assert reading.documents == [Document("one", text) for text in ("three", "four", "two", "one")]
+    assert reading.other_files == {".png": 1, "no suffix": 1, ".json": 1}
+    assert reading.rejected == []
+
+
+@pytest.mark.parametrize(("name", "file_format"), [("data.txt", "auto"), ("README", "auto"), ("x.jsonl", "text")])
+def test_a_named_file_is_one_text(tmp_path: Path, name: str, file_format: Format) -> None:
+    """A file that is named itself may have any suffix, and a format that is named wins over the suffix."""
+    (tmp_path / name).write_text('{"text": "é"}', encoding="utf-8")
+    assert texts(tmp_path / name, file_format) == ['{"text": "é"}']
+
+
+@pytest.mark.parametrize(("name", "file_format"), [("x.jsonl", "auto"), ("x.json", "auto"), ("x.txt", "jsonl")])
+def test_a_named_file_of_json_lines(tmp_path: Path, name: str, file_format: Format) -> None:
+    """Rows are documents, blank lines are none, a byte-order mark does no harm, other fields are left alone."""
+    (tmp_path / name).write_text("\ufeff" + rows({"text": "a", "id": 1}) + "\n" + rows({"text": "b\nc"}), "utf-8")
+    assert texts(tmp_path / name, file_format) == ["a", "b\nc"]
+
+
+def test_links_to_folders_make_no_loop(tmp_path: Path) -> None:
+    """A folder that links to itself is read once."""
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
+    assert texts(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"ab\0cd", "binary"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "binary"),
+        ("grüße".encode("latin-1"), "not UTF-8: byte 2 is 0xfc"),
+        (b"", "empty"),
+        (b"\xef\xbb\xbf \n\t", "empty"),
+        ("text".encode("utf-16"), "binary"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    """Binary, wrongly encoded and empty files are refused by name and reason."""
+    (tmp_path / "data.txt").write_bytes(content)
+    with pytest.raises(SourceError, match=rf"source one: .*data\.txt: {reason}"):
+        read(Source("one", tmp_path / "data.txt"))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"\xff", "not UTF-8"),
+        (b'"text"', "expected an object with a field 'text', found str"),
+        (b'{"content": "a"}', r"no field 'text' \(it has: content\)"),
+        (b'{"text": 3}', "the field 'text' is no string but int"),
+        (b'{"text": null}', "the field 'text' is no string but NoneType"),
+        (b'{"text": "\\ud800"}', "the text holds half of a surrogate pair"),
+    ],
+)
+def test_a_few_malformed_rows_are_rejected_and_many_refuse_the_source(tmp_path: Path, row: bytes, reason: str) -> None:
+    """One bad row in fifty costs that row, with its line number and reason; one in ten refuses the source."""
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    few.write_bytes(rows(*good(30)).encode() + row + b"\n" + rows(*good(20)).encode())
+    many.write_bytes(rows(*good(9)).encode() + row + b"\n")
+    reading = read(Source("one", few))
+    assert len(reading.documents) == 50
+    assert [item.where for item in reading.rejected] == ["few.jsonl:31"]
+    with pytest.raises(SourceError, match=rf"1 of 10 .* malformed \(at most 5% may be\): many\.jsonl:10: {reason}"):
+        read(Source("one", many))
+
+
+def test_empty_rows_are_rejected_but_not_malformed(tmp_path: Path) -> None:
+    """Texts without any letter are left out, however many there are."""
+    (tmp_path / "x.jsonl").write_text(rows({"text": ""}, {"text": " \n"}, {"text": "a"}))
+    reading = read(Source("one", tmp_path / "x.jsonl"))
+    assert [item.reason for item in reading.rejected] == ["empty", "empty"]
+
+
+def test_missing_and_special_sources_are_refused(tmp_path: Path) -> None:
+    """A path that is not there, a pipe, and a folder without text each get their sentence."""
+    with pytest.raises(SourceError, match="nowhere does not exist"):
+        read(Source("one", tmp_path / "nowhere"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match="neither a file nor a folder"):
+        read(Source("one", tmp_path / "pipe"))
+    with pytest.raises(SourceError, match="holds no text"):
+        read(Source("one", tmp_path))
+    (tmp_path / "a.png").write_bytes(b"\0")
+    with pytest.raises(SourceError, match=r"only files that are not read as text: 1 \.png"):
+        read(Source("one", tmp_path))
+
+
+def test_a_source_needs_a_name(tmp_path: Path) -> None:
+    """A source without a name could not be weighted or reported."""
+    with pytest.raises(SourceError, match="empty name"):
+        read(Source(" ", tmp_path))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
+    """Whatever a file holds, reading gives documents or a SourceError, and documents can be encoded."""
+    for name in ("x.txt", "x.jsonl"):
+        (tmp_path / name).write_bytes(content)
+        try:
+            found = texts(tmp_path / name)
+        except SourceError:
+            continue
+        assert all(text.encode("utf-8") for text in found)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: text.strip("\ufeff \n")), min_size=1)
+)
+def test_json_lines_round_trip(tmp_path: Path, written: list[str]) -> None:
+    """Texts written as JSON lines are read back exactly, unless they are white space."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(rows(*({"text": text} for text in written)), "utf-8")
+    visible = [text for text in written if text.lstrip("\ufeff").strip()]
+    if visible:
+        assert texts(path) == visible
