@@ -421,6 +421,8 @@ class _Run:
         if self.exit.signal == signal.SIGKILL and processes.kills_for_memory() > self._kills_before:
             text = "the kernel killed the job because the machine's memory ran out"
             return TrialState.OUT_OF_MEMORY, "KilledForMemory", text
+        if self.exit.signal == signal.SIGKILL:
+            return TrialState.LOST, "Killed", "the job was killed from outside, nobody knows by whom"
         if self.exit.signal is not None:
             name = signal.Signals(self.exit.signal).name
             return TrialState.CRASHED, name, f"the job was ended by {name}; its log says more"

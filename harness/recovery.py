@@ -7,9 +7,7 @@ from harness.ledger import Ledger
 from harness.queries import Reader
 from harness.records import Failed, TrialState
 from harness.rows import Ending
-
-DRIVER_DIED = "DriverDied"
-"""Error class of a trial that ended because its driver did; it says nothing about the config."""
+from harness.walk import DRIVER_DIED
 
 
 def recover(mark: str, ledger: Ledger, reader: Reader) -> None:

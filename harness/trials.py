@@ -20,7 +20,7 @@ from harness.records import CurvePoint, Failed, Scored, Trained, Trial, TrialSta
 from harness.rows import Ending
 from harness.study import Study
 from harness.view import View
-from harness.walk import VANISHED, VANISHED_LIMIT, Run
+from harness.walk import Run, vanished_for_good
 
 SLOWER_THAN_USUAL = 6
 """A job that takes this many times the usual wall time hangs, or something else is eating the machine."""
@@ -71,11 +71,11 @@ class TrialRunner:
         return trial
 
     def gave_up(self, trial: Trial) -> bool:
-        """Tell whether a trial without a score is final: a failure, or the second that vanished under a live driver."""
+        """Tell whether a trial without a score is final: a failure, or one that vanished too often."""
         if trial.state is not TrialState.LOST:
             return trial.score is None
-        same = [t for t in self._reader.trials() if (t.config, t.seed) == (trial.config, trial.seed)]
-        return sum(t.error_class == VANISHED for t in same) >= VANISHED_LIMIT
+        same = [t for t in self._reader.trials() if t.config == trial.config and t.budget == trial.budget]
+        return vanished_for_good(same, trial.replicate)
 
     def needed_trials(self) -> set[int]:
         """Return the trials whose weights a running proposal may still publish."""

@@ -24,10 +24,10 @@ from harness.records import (
     Verdict,
 )
 
-VANISHED = "JobVanished"
-"""Error class of a trial whose process disappeared while the driver lived; one whose driver died has another."""
-VANISHED_LIMIT = 2
-"""A job that vanishes twice says something about its config."""
+DRIVER_DIED = "DriverDied"
+"""Error class of a trial that was lost with its driver: that says nothing about the config, however often."""
+VANISHED_LIMIT = 3
+"""A job that vanishes this often under a live driver says something about its config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,9 @@ def next_step(
     assert screen.score is not None
     confirmed = {t.replicate: t.score for t in trials if t.replicate > 0 and t.score is not None}
     failures = {t.replicate for t in trials if t.replicate > 0 and t.state in FAILURES} - set(confirmed)
-    vanished = _vanished_replicates(trials) - set(confirmed)
+    vanished = {r for r in {t.replicate for t in trials if t.replicate > 0} if vanished_for_good(trials, r)} - set(
+        confirmed
+    )
     evidence = Evidence(
         screen=screen.score,
         candidate=confirmed,
@@ -127,21 +129,18 @@ def _was_amended(past: Past) -> bool:
     return any(trial.config != past.config and trial.replicate == 0 for trial in past.trials)
 
 
-def _vanished_replicates(trials: list[Trial]) -> set[int]:
-    counts: dict[int, int] = {}
-    for trial in trials:
-        if trial.error_class == VANISHED:
-            counts[trial.replicate] = counts.get(trial.replicate, 0) + 1
-    return {replicate for replicate, count in counts.items() if replicate > 0 and count >= VANISHED_LIMIT}
+def vanished_for_good(trials: Sequence[Trial], replicate: int) -> bool:
+    """Tell whether a config's trials of one replicate were lost under a live driver too often to be tried again."""
+    lost = [t for t in trials if t.replicate == replicate and t.state is TrialState.LOST]
+    return sum(trial.error_class != DRIVER_DIED for trial in lost) >= VANISHED_LIMIT
 
 
 def _failure(screens: list[Trial]) -> Trial | None:
-    """Return the trial that ends a screening badly: a failure, or the second that vanished."""
+    """Return the trial that ends a screening badly: a failure, or the last of those that vanished."""
     failed = [trial for trial in screens if trial.state in FAILURES]
     if failed:
         return failed[-1]
-    vanished = [trial for trial in screens if trial.error_class == VANISHED]
-    return vanished[-1] if len(vanished) >= VANISHED_LIMIT else None
+    return screens[-1] if vanished_for_good(screens, 0) else None
 
 
 def _half_batch(config: TrialConfig) -> TrialConfig | None:

@@ -5,7 +5,7 @@ import pytest
 
 from harness.config import TrialConfig, apply
 from harness.records import Decision, JudgeRules, Noise, Past, Role, Standing, Trial, TrialState, Verdict
-from harness.walk import VANISHED, Repair, Run, consecutive_failures, next_step
+from harness.walk import DRIVER_DIED, VANISHED_LIMIT, Repair, Run, consecutive_failures, next_step
 
 NOISE = Noise(standard_deviation=0.01, degrees_of_freedom=20)
 RULES = JudgeRules()
@@ -89,10 +89,12 @@ def test_divergence_in_the_screening_ends_the_proposal(
 def test_a_dead_driver_says_nothing_about_the_config(
     make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
 ) -> None:
-    """However often the driver is killed, the same trial runs again; a job that vanishes twice is discarded."""
-    lost = [make_trial(config=candidate, state=TrialState.LOST, error_class="DriverDied") for _ in range(9)]
+    """However often the driver is killed, the same trial runs again; a job that vanishes too often is discarded."""
+    lost = [make_trial(config=candidate, state=TrialState.LOST, error_class=DRIVER_DIED) for _ in range(9)]
     assert isinstance(next_step(make_past(*lost), incumbent, NOISE, RULES, {}), Run)
-    gone = [make_trial(config=candidate, state=TrialState.LOST, error_class=VANISHED) for _ in range(2)]
+    gone = [
+        make_trial(config=candidate, state=TrialState.LOST, error_class="WardenGone") for _ in range(VANISHED_LIMIT)
+    ]
     assert isinstance(next_step(make_past(gone[0]), incumbent, NOISE, RULES, {}), Run)
     assert isinstance(next_step(make_past(*gone), incumbent, NOISE, RULES, {}), Verdict)
 
