@@ -72,7 +72,9 @@ def examine(runs: Path, environment: os._Environ[str] | dict[str, str]) -> list[
 
 def _python() -> Finding:
     state: State = "ok" if sys.version_info[:2] >= LEAST_PYTHON else "missing"
-    return Finding(what="Python", state=state, text=f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    return Finding(
+        what="Python", state=state, text=f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    )
 
 
 def _torch() -> list[Finding]:
