@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scipy import special
+from scipy import special  # type: ignore[import-untyped]  # scipy ships no types
 
 from harness.noise import pool_noise as pool_noise
 from harness.records import Decision, JudgeRules, Noise, Verdict
@@ -34,7 +34,7 @@ SCREENING_DEVIATIONS = 1.1
 SCREENING_DOUBT = 0.5
 """Part of that threshold, divided by the degrees of freedom, which is waived while the noise is hardly known: an
 overestimated noise would turn real improvements away all night, a needless confirmation makes it better known."""
-PROMISING_SHARE = 0.15
+PROMISING_SHARE = 0.12
 """Share of changes without effect that pass the screening, about; see `error_per_candidate`."""
 SPENDING_POWER = 1.5
 """Exponent of the spending function: later looks, with more runs, get more of the allowed error."""
