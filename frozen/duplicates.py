@@ -62,7 +62,7 @@ def near_duplicates(texts: Sequence[Shingles], progress: Callable[[int], None]) 
     candidates were found). ``progress`` is told how many texts are done.
     """
     # Imported here, because it takes a second.
-    from datasketch import MinHash, MinHashLSH  # type: ignore[import-untyped]  # the library carries no types
+    from datasketch import MinHash, MinHashLSH
 
     index = MinHashLSH(num_perm=_PERMUTATIONS, params=_BANDS)
     permutations = MinHash(_PERMUTATIONS, scheme="affine64").permutations

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scipy import special  # type: ignore[import-untyped]  # scipy ships no types
+from scipy import special
 
 from harness.noise import pool_noise as pool_noise
 from harness.records import Decision, JudgeRules, Noise, Verdict
