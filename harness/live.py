@@ -144,7 +144,9 @@ class LiveView:
         self._walls: deque[float] = deque(maxlen=20)
         self._verdicts: deque[tuple[str, str]] = deque(maxlen=VERDICTS)
         self._facts = gather(reader, driver_lives=True)
-        for past in self._facts.past[-VERDICTS:]:
+        for past in self._facts.past:
+            if words.reason(past) is None:  # queued or running: no verdict yet
+                continue
             self._verdicts.append((words.outcome(past), words.decided(past, _parent(reader, past))))
         self._console = console
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)

@@ -76,6 +76,7 @@ class Night:
     """Plays a night into a ledger, with a clock of its own."""
 
     def __init__(self, paths: StudyPaths, proposals: int) -> None:
+        paths.study_toml.write_text("")  # its presence makes the folder a study; readers ask the ledger
         self.draw = random.Random(7)
         self.moment = CLOCK
         self.seeds = itertools.count()
@@ -242,10 +243,10 @@ class Night:
 
 
 @pytest.fixture(scope="session")
-def night(tmp_path_factory: pytest.TempPathFactory) -> StudyPaths:
-    """Return a finished study of 20 proposals, three kept, failures and rejections among them. Do not write to it."""
-    paths = StudyPaths(tmp_path_factory.mktemp("runs") / "night")
-    paths.root.mkdir()
+def played(tmp_path_factory: pytest.TempPathFactory) -> StudyPaths:
+    """Return a finished study of 20 proposals, four kept, failures and rejections among them. Do not write to it."""
+    paths = StudyPaths(tmp_path_factory.mktemp("place") / "runs" / "night")
+    paths.root.mkdir(parents=True)
     Night(paths, len(STORY))
     return paths
 

@@ -180,7 +180,9 @@ def _lineage(facts: Facts) -> str:
         past, found, parent = by_number[standing.node], level(facts, standing), facts.standing(standing.parent)
         changes = words.change(standing.diff, None if parent is None else parent.config)
         score = words.NOTHING if found is None else words.plus_minus(words.score(found.score), found.standard_error)
-        why = f"{escape(past.proposal.rationale)}<br><span class=soft>{escape(_sentence(words.reason(past)))}</span>"
+        why = (
+            f"{escape(past.proposal.rationale)}<br><span class=soft>{escape(words.sentence(words.reason(past)))}</span>"
+        )
         rows.append(
             f'<tr class="kept"><td class="fixed">p{standing.node}</td><td>{_knobs(changes)}</td>'
             f'<td class="number">{escape(_difference(past))}</td><td class="number">{escape(score)}</td>'
@@ -230,8 +232,8 @@ def _ledger_row(past: Past, changes: list[str]) -> str:
     trials = f" Trials {', '.join(str(trial.id) for trial in past.trials)}." if past.trials else ""
     errors = "".join(f"<p>Trial {t.id}: {escape(t.error_text)}</p>" for t in past.trials if t.error_text)
     more = (
-        f"<details><summary>{escape(_sentence(words.reason(past)) or 'Not run yet.')}</summary>"
-        f"<p>Idea: {escape(_sentence(said.rationale))} Watch: {escape(_sentence(said.watch))}"
+        f"<details><summary>{escape(words.sentence(words.reason(past)) or 'Not run yet.')}</summary>"
+        f"<p>Idea: {escape(words.sentence(said.rationale))} Watch: {escape(words.sentence(said.watch))}"
         f"{escape(predicted)}{trials}</p>{errors}</details>"
     )
     by = escape(said.source) + (f"<br><span class=soft>{escape(said.model)}</span>" if said.model else "")
@@ -241,15 +243,6 @@ def _ledger_row(past: Past, changes: list[str]) -> str:
         f'<td class="number">{len(past.trials)}</td><td class="fixed">{mark}</td>'
         f"<td>{more}</td></tr>"
     )
-
-
-def _sentence(text: str | None) -> str:
-    """Return a text as a sentence, with a capital and a full stop."""
-    if not text:
-        return ""
-    first = text.split(maxsplit=1)[0]
-    start = text if "." in first or "_" in first else text[:1].upper() + text[1:]  # a knob keeps its spelling
-    return start + ("" if text[-1] in ".!?…" else ".")
 
 
 # --- the rest ------------------------------------------------------------------------------------------------------

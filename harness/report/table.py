@@ -58,7 +58,8 @@ def headline(facts: Facts) -> str:
         return "Nothing is known yet: the baseline has no score."
     tried = words.count(len(facts.past), "proposal")
     if not kept(facts):
-        return f"No improvement is proven: {tried}, none kept."
+        yet = " yet" if facts.driver_lives else ""
+        return f"No improvement is proven{yet}: {tried}, none kept."
     error = f" ± {gain.standard_error:.4f}" if gain.standard_error is not None else ""
     return (
         f"The best config is {gain.amount:.4f}{error} {facts.study.metric} better than the baseline"

@@ -118,13 +118,23 @@ def failures(past: Past) -> list[str]:
     )
 
 
+def sentence(text: str | None) -> str:
+    """Return a text as a sentence, with a capital and a full stop."""
+    text = (text or "").strip()
+    if not text:
+        return ""
+    first = text.split(maxsplit=1)[0]
+    start = text if "." in first or "_" in first else text[:1].upper() + text[1:]  # a knob keeps its spelling
+    return start + ("" if text[-1] in ".!?…" else ".")
+
+
 def decided(past: Past, parent: TrialConfig | None) -> str:
     """Return the line that tells what became of a proposal."""
     changes = ", ".join(change(past.proposal.diff, parent))
     said = reason(past)
     if past.state is ProposalState.RUNNING or said is None:
         return f"p{past.number} {outcome(past)}: {changes}"
-    return f"p{past.number} {outcome(past)}: {changes}. {said[:1].upper()}{said[1:]}"
+    return f"p{past.number} {outcome(past)}: {changes}. {sentence(said)}"
 
 
 def purpose(trial: Trial) -> str:
