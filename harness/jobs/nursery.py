@@ -250,17 +250,28 @@ def _be_killed_first() -> None:
 
 
 def import_everything() -> None:
-    """Import what jobs use. No tensor operation may run in here."""
+    """Import what jobs use. No tensor operation may run in here.
+
+    Our own modules come from the study's bytecode cache, where nobody can forge them. Everybody else's come from the
+    bytecode that their installation made beside them: no job can write there, and compiling all of torch and
+    transformers anew would cost a minute on the first start.
+    """
+    ours = sys.pycache_prefix
+    sys.pycache_prefix = None
     import peft
     import torch
     import transformers
     import trl
 
+    # transformers imports its parts when they are first asked for: ask now.
+    lazy = (transformers.LlamaConfig, transformers.LlamaForCausalLM, transformers.Trainer, transformers.AutoTokenizer)
+    sys.pycache_prefix = ours
     import harness.jobs.score
     import harness.jobs.train
 
+    sys.pycache_prefix = None
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    del peft, torch, trl
+    del peft, torch, trl, lazy
     assert harness.jobs.score
     assert harness.jobs.train
 

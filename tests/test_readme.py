@@ -1,0 +1,66 @@
+"""The README cannot lie: its examples run, its links lead somewhere, its tree names files that exist."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from harness.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def examples() -> list[str]:
+    """Return the commands of the README's console blocks, in order."""
+    blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.process
+def test_the_examples_run_in_order(tmp_path: Path) -> None:
+    """A person who types the README's commands gets exit code 0 from every one of them."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    library = Path(sysconfig.get_path("stdlib"))
+    for module in sorted(library.glob("[a-d]*.py")):
+        shutil.copy(module, notes / f"{module.stem}.txt")
+    commands = examples()
+    assert len(commands) >= 8
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "overnight"
+        code = "import sys; from harness.cli import main; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "notes.html").stat().st_size > 10_000
+
+
+def test_every_command_is_in_the_readme() -> None:
+    """What the command line offers is documented."""
+    assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", README)] == []
+
+
+def test_links_and_pictures_exist() -> None:
+    """Every relative link of the README leads to a file of the checkout."""
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_tree_names_real_files() -> None:
+    """Every module that the annotated tree names exists, and no module of frozen is left out."""
+    tree = README[README.index("## The tree") :]
+    named = set(re.findall(r"[a-z_]+\.(?:py|toml|md)\b", tree))
+    there = {
+        path.name for folder in ("frozen", "harness", "agent", "policies") for path in (ROOT / folder).rglob("*.*")
+    }
+    assert named - there == set()
+    assert {path.name for path in (ROOT / "frozen").glob("*.py")} - named - {"__init__.py"} == set()
