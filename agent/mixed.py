@@ -48,13 +48,15 @@ class MixedProposer:
             arm.close()
 
     def _next(self, history: History) -> Proposal | None:
+        failed = ""
         for name in order(history):
             try:
                 offered = self._arms[name].propose(history, 1)
-            except SamplerFailed:  # the night goes on without it; it is asked again next time
+            except SamplerFailed as error:  # the night goes on without it; it is asked again next time
+                failed = f" (The sampler could not be asked: {error})"
                 continue
             if offered:
-                return offered[0]
+                return offered[0].model_copy(update={"rationale": offered[0].rationale + failed})
         return None
 
 

@@ -61,7 +61,8 @@ def near_duplicates(texts: Sequence[Shingles], progress: Callable[[int], None]) 
     Earlier texts win, so the caller's order decides; the texts that stay do not resemble each other (as far as
     candidates were found). ``progress`` is told how many texts are done.
     """
-    from datasketch import MinHash, MinHashLSH  # type: ignore[import-untyped]  # here: it takes a second to import
+    # Imported here, because it takes a second.
+    from datasketch import MinHash, MinHashLSH
 
     index = MinHashLSH(num_perm=_PERMUTATIONS, params=_BANDS)
     permutations = MinHash(_PERMUTATIONS, scheme="affine64").permutations

@@ -32,9 +32,10 @@ class Batches:
     ``fraction`` takes the first documents of every source in the order of their digests (at least one each), so a
     smaller share is a subset of a larger one. ``order``: ``shuffled`` draws a new permutation in every pass over a
     source; ``short_to_long`` goes through each pass in rising length, by octaves, shuffled within an octave. Without
-    ``weights`` all documents are one pool, so every source counts by its size. With ``weights`` each source has its own
-    endless passes, and the next document comes from the source that is furthest behind its share of the tokens. Every
-    source needs a weight then; one without training documents has nothing to give and is passed over.
+    ``weights`` all documents are one pool, so every source counts by its size. With ``weights`` a source counts by its
+    size times its weight (2: its documents come twice as often as those of a source of weight 1); each source has its
+    own endless passes then, and the next document comes from the source that is furthest behind its share of the
+    tokens. Every source needs a weight; one without training documents has nothing to give and is passed over.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ def _pool(by_source: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 def _shares(
     split: EncodedSplit, by_source: list[npt.NDArray[np.int64]], weights: Mapping[str, float]
 ) -> dict[int, float]:
-    """Return the weight of every source that has documents and is wanted; `ValueError` if names do not match."""
+    """Return weight × size of every source that has documents and is wanted; `ValueError` if names do not match."""
     if set(weights) != set(split.sources):
         raise ValueError(
             f"sampling weights must name every source once: the data has {', '.join(split.sources)},"
@@ -156,8 +157,11 @@ def _shares(
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"the sampling weight of {name} must be finite and not negative, got {weight}")
+    lengths = np.diff(split.offsets) + 1  # with its separator
     shares = {
-        index: weights[name] for index, name in enumerate(split.sources) if weights[name] > 0 and len(by_source[index])
+        index: weights[name] * float(lengths[by_source[index]].sum())
+        for index, name in enumerate(split.sources)
+        if weights[name] > 0 and len(by_source[index])
     }
     if not shares:
         raise ValueError("no source with training documents has a sampling weight above zero")

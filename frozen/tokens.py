@@ -254,16 +254,13 @@ def prepare(
             shutil.rmtree(leftover)
         if folder.is_dir() and _unchanged(folder):
             return Prepared(folder, digest, _report(folder), reused=True)
-        aside = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
-        try:
-            _build(aside, corpus, readings, vocabulary, progress)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=cache) as aside:
+            built = Path(aside, digest)
+            _build(built, corpus, readings, vocabulary, progress)
             if folder.exists():
                 shutil.rmtree(folder)
-            aside.rename(folder)
+            built.rename(folder)
             _sync_folder(cache)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
     return Prepared(folder, digest, _report(folder), reused=False)
 
 

@@ -2,8 +2,8 @@
 
 A forged ``.pyc`` replaces a module whose source, and so its digest, is intact (integrity.md, part 6). Children of the
 driver read bytecode only from a cache of their own; what lies beside the source is still read by the driver and by
-everybody's tools, so the seal refuses bytecode that is not the compiled source. Ordinary bytecode, as any import
-writes it, passes.
+everybody's tools, so the seal refuses bytecode that is not the compiled source in both places. Ordinary bytecode, as
+any import writes it, passes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BEING_WRITTEN = re.compile(r".+\.pyc\.\d+")
 """The name under which an import writes bytecode before it renames it."""
 
 
-def fault(cached: Path, stems: frozenset[str]) -> str | None:
-    """Say what is wrong with a file of a ``__pycache__`` folder, or None.
+def fault(cached: Path, sources: Path, stems: frozenset[str]) -> str | None:
+    """Say what is wrong with a file of a bytecode folder, or None.
 
-    ``stems`` are the sealed modules of the folder above. Bytecode of another Python version and bytecode that this
-    interpreter would throw away as outdated are harmless: it is never run.
+    ``stems`` are the sealed modules of the folder ``sources``. Bytecode of another Python version, and bytecode that
+    this interpreter would throw away as outdated, is harmless: it is never run.
     """
     if _BEING_WRITTEN.fullmatch(cached.name):
         return None
@@ -35,7 +35,7 @@ def fault(cached: Path, stems: frozenset[str]) -> str | None:
         return "is not a regular file"
     if match["tag"] != sys.implementation.cache_tag:
         return None
-    source = cached.parent.parent / f"{match['stem']}.py"
+    source = sources / f"{match['stem']}.py"
     return _unlike(cached.read_bytes(), source, int(match["level"] or 0))
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from harness.config import flatten
 from harness.queries import Reader
+from harness.records import BASELINE
 from harness.study import Study
 
 if TYPE_CHECKING:  # a replay writes its card, so it imports this module
@@ -26,6 +27,7 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         f"Task `{study.file.study.task}`, budget `{run.budget}`, trial {best.trial} of the study's ledger. It was",
         f"trained beside the study's baseline under the same budget (trial {base.trial}).",
         "",
+        *(["The search kept no change: this is the baseline itself.", ""] if run.node == BASELINE else []),
         "| bits per byte | val | holdout |",
         "| --- | --- | --- |",
         f"| baseline | {base.val:.4f} | {base.holdout:.4f} |",

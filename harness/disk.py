@@ -32,7 +32,7 @@ def used_bytes(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 (os.walk gives text)
+                status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 - os.walk gives text
             except FileNotFoundError:
                 continue  # pruned or renamed meanwhile
             seen[status.st_dev, status.st_ino] = status.st_size

@@ -34,7 +34,7 @@ SCREENING_DEVIATIONS = 1.1
 SCREENING_DOUBT = 0.5
 """Part of that threshold, divided by the degrees of freedom, which is waived while the noise is hardly known: an
 overestimated noise would turn real improvements away all night, a needless confirmation makes it better known."""
-PROMISING_SHARE = 0.15
+PROMISING_SHARE = 0.12
 """Share of changes without effect that pass the screening, about; see `error_per_candidate`."""
 SPENDING_POWER = 1.5
 """Exponent of the spending function: later looks, with more runs, get more of the allowed error."""
@@ -128,7 +128,7 @@ def smallest_provable(noise: Noise, rules: JudgeRules) -> float:
 def _confirm(evidence: Evidence, rules: JudgeRules) -> Verdict | Replicate:
     """Look at the confirmation runs so far: keep, give up, or ask for the next one."""
     used = len(evidence.candidate) + evidence.candidate_failures
-    further = Replicate(of="candidate", replicate=used + 1) if used < rules.max_replicates else None
+    further = Replicate(of="candidate", replicate=_next_replicate(evidence)) if used < rules.max_replicates else None
     if not evidence.candidate:
         return further or _discard("none of its confirmation runs was scored", evidence)
     runs = len(evidence.candidate)
@@ -156,6 +156,13 @@ def _confirm(evidence: Evidence, rules: JudgeRules) -> Verdict | Replicate:
         replicates=runs,
         reason=reason,
     )
+
+
+def _next_replicate(evidence: Evidence) -> int:
+    """Return the lowest number that neither has a score nor failed; a repair may leave gaps, which are filled first."""
+    candidates = len(evidence.candidate) + evidence.candidate_failures + 1
+    free = [number for number in range(1, candidates + 1) if number not in evidence.candidate]
+    return free[evidence.candidate_failures]
 
 
 def _hopeless(information: float, rules: JudgeRules) -> float:

@@ -150,14 +150,14 @@ class Launcher:
             if run.exit is None:
                 words = self._nursery.last_words()
             if run.exit is None or self._cold:
-                self._drop_nursery(force=run.exit is None)
+                self._drop_nursery(sweep=run.exit is None)
             if run.began is not None or run.killed_as is not None:
                 return run.result()
         raise CannotStart(f"the process that starts jobs died {_ATTEMPTS} times before a job began: {words}")
 
-    def _drop_nursery(self, *, force: bool = False) -> None:
+    def _drop_nursery(self, *, sweep: bool = False) -> None:
         if self._nursery is not None:
-            self._nursery.end(force=force)
+            self._nursery.end(sweep=sweep)
             self._nursery = None
 
 
@@ -199,13 +199,13 @@ class _Nursery:
             message = b""
         if not message:
             words = self.last_words()
-            self.end(force=True)
+            self.end(sweep=True)
             raise CannotStart(f"the process that starts jobs ended before it spoke: {words}")
         hello = Hello.model_validate_json(message)
         for package, theirs in ((frozen, hello.frozen), (harness, hello.harness)):
             ours = Path(str(package.__file__)).resolve().parent
             if theirs != ours:
-                self.end(force=True)
+                self.end(sweep=True)
                 raise SealBroken(f"jobs would import {package.__name__} from {theirs}, the driver uses {ours}")
         return hello.tier
 
@@ -216,18 +216,15 @@ class _Nursery:
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         return " / ".join(lines[-3:]) if lines else f"no output, exit status {self.process.poll()}"
 
-    def end(self, *, force: bool) -> None:
-        """Close the channel and wait, or kill it and all that carries its mark."""
+    def end(self, *, sweep: bool) -> None:
+        """Kill it: between jobs it has nothing to lose, and its imports are not waited for.
+
+        ``sweep`` kills all that carries its mark as well, for when a job's warden can no longer do that.
+        """
         self.channel.close()
-        if force:
-            self.process.kill()
-        try:
-            self.process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            force = True
-            self.process.kill()
-            self.process.wait()
-        if force:
+        self.process.kill()
+        self.process.wait()
+        if sweep:
             processes.sweep(f"{_OWN_MARK}={self._own_mark}")
         self._words.close()
 

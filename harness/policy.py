@@ -104,6 +104,7 @@ class Policy(Section):
         try:
             policy = cls.model_validate({**table, "knobs": dict(_named(knobs, sources))})
             policy._check_names()
+            policy._check_weights(sources)
             policy._check_bounds()
             policy.baseline({})
         except ValidationError as error:
@@ -128,6 +129,20 @@ class Policy(Section):
                 if name not in self.knobs or name == knob.name:
                     raise BadInput(f"knob {knob.name}: `when` names {name!r}, no other knob{nearest(name, self.knobs)}")
                 self.knobs[name].check(value)
+
+    def _check_weights(self, sources: Sequence[str]) -> None:
+        """Refuse weights for some sources only: the loader mixes by shares, and a share needs all of them."""
+        given = {
+            name.removeprefix(WEIGHT_PREFIX) for name in (*self.knobs, *self.fixed) if name.startswith(WEIGHT_PREFIX)
+        }
+        if given and (missing := sorted(set(sources) - given)):
+            raise BadInput(
+                f"{WEIGHT_PREFIX}{missing[0]}: give every source a weight, or none (or one knob {EVERY_SOURCE!r})"
+            )
+        if extra := sorted(given - set(sources)):
+            raise BadInput(
+                f"{WEIGHT_PREFIX}{extra[0]}: the study has no source of that name{nearest(extra[0], sources)}"
+            )
 
     def _check_bounds(self) -> None:
         """Refuse a range that no config can hold, or the search would run into refusals of our own."""
@@ -263,10 +278,6 @@ def _named(knobs: Mapping[str, Any], sources: Sequence[str]) -> Iterator[tuple[s
         elif len(sources) > 1:
             wanted = sources if name == EVERY_SOURCE else [name.removeprefix(WEIGHT_PREFIX)]
             for source in wanted:
-                if source not in sources:
-                    raise BadInput(
-                        f"knob {name!r} weighs a source that the study does not have{nearest(source, sources)}"
-                    )
                 yield WEIGHT_PREFIX + source, {**table, "name": WEIGHT_PREFIX + source}
 
 

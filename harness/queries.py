@@ -284,6 +284,7 @@ class Reader:
                 past=past,
                 device=devices[0]["device"] if devices else study.device,
                 insights=self.insights(),
+                baseline_trials=self._trials("proposal IS NULL", curves=True),
             )
 
     def invariants(self) -> list[str]:

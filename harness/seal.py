@@ -102,32 +102,47 @@ class Code:
                 found[f"harness/{entry.name}"] = Path(entry.path)
         return {name: path for name, path in found.items() if "__pycache__" not in path.parts}
 
-    def bytecode_faults(self) -> Iterator[Change]:
-        """Yield bytecode beside the sealed sources that says something else than they do."""
-        caches = {self.root / "harness" / "__pycache__": frozenset(Path(name).stem for name in MODULES)}
+    def bytecode_faults(self, prefix: Path) -> Iterator[Change]:
+        """Yield bytecode of sealed modules that says something else than they do.
+
+        Looked at are the folders beside the sources, and those that the children use below ``prefix``
+        (``-X pycache_prefix`` mirrors the whole path of the sources there).
+        """
+        stems = {self.root / "harness": frozenset(Path(name).stem for name in MODULES)}
         for folder in FOLDERS:
             for path in [self.root / folder, *(self.root / folder).rglob("*")]:
-                if path.name != "__pycache__" and path.is_dir() and not path.is_symlink():
-                    caches[path / "__pycache__"] = frozenset(source.stem for source in path.glob("*.py"))
-        for cache, stems in caches.items():
-            yield from self._faults_in(cache, stems)
+                if "__pycache__" not in path.parts and path.is_dir() and not path.is_symlink():
+                    stems[path] = frozenset(source.stem for source in path.glob("*.py"))
+        for sources, known in stems.items():
+            for place in dict.fromkeys((sources, sources.resolve())):
+                yield from self._faults_in(prefix.joinpath(*place.parts[1:]), sources, known)
+            yield from self._faults_in(sources / "__pycache__", sources, known)
 
-    def _faults_in(self, cache: Path, stems: frozenset[str]) -> Iterator[Change]:
+    def _faults_in(self, cache: Path, sources: Path, stems: frozenset[str]) -> Iterator[Change]:
         if not _exists(cache):
             return
-        shared = cache.parent == self.root / "harness"
         if cache.is_symlink() or not cache.is_dir():
-            yield Change("code", str(cache.relative_to(self.root)), "is not a folder")
+            yield Change("code", self._name(cache), "is not a folder")
             return
         for path in sorted(cache.iterdir()):
-            if shared and path.name.partition(".")[0] not in stems:
+            if sources == self.root / "harness" and path.name.partition(".")[0] not in stems:
                 continue  # unsealed modules of the harness keep their bytecode here too
+            if (
+                cache.name != "__pycache__"
+                and path.is_dir()
+                and not path.is_symlink()
+                and (sources / path.name).is_dir()
+            ):
+                continue  # below the prefix, folders mirror those of the sources
             try:
-                what = bytecode.fault(path, stems)
+                what = bytecode.fault(path, sources, stems)
             except FileNotFoundError:
                 continue  # replaced by another process at this moment; it is looked at again before the next trial
             if what:
-                yield Change("code", str(path.relative_to(self.root)), what)
+                yield Change("code", self._name(path), what)
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
 
 
 def _exists(path: Path) -> bool:
@@ -218,7 +233,7 @@ class Seal:
         `SealBroken` if there are links among the files or bytecode that does not belong to its source.
         """
         code = code or Code()
-        faults = [*code.shadow(), *code.bytecode_faults()]
+        faults = [*code.shadow(), *code.bytecode_faults(paths.bytecode)]
         hasher = _Hasher()
         parts: dict[Part, dict[str, str]] = {"code": {}, "data": {}}
         present: dict[Part, dict[str, Path]] = {
@@ -293,7 +308,7 @@ class Seal:
 
     def changes(self, *, thorough: bool = False) -> list[Change]:
         """Return everything that is not as it was sealed, in order of parts and names."""
-        found = [*self._code.shadow(), *self._code.bytecode_faults()]
+        found = [*self._code.shadow(), *self._code.bytecode_faults(self._paths.bytecode)]
         if self._recorded is not None and self._recorded != self.digest:
             found.append(Change("settings", "seal.json", "is not the one that the ledger recorded"))
 

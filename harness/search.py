@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import assert_never
 
 from harness import checkpoints
-from harness.config import flatten
+from harness.config import TrialConfig, flatten
 from harness.errors import OvernightError, StoppedEarly
 from harness.expectations import expectations
 from harness.launch import Launcher
@@ -32,7 +32,6 @@ from harness.records import (
     ProposalState,
     Proposer,
     Role,
-    Standing,
     Trial,
     Verdict,
 )
@@ -41,7 +40,7 @@ from harness.rows import NewNode
 from harness.study import Study
 from harness.trials import TrialRunner
 from harness.view import View
-from harness.walk import Repair, Run, consecutive_failures, inconclusive, next_step
+from harness.walk import Repair, Run, consecutive_failures, failed_replicates, next_step
 
 BASELINE_REPLICATES = 3
 """Seeds that the baseline runs with before anything is judged against it."""
@@ -142,7 +141,7 @@ class _Loop:
     def baseline_step(self) -> Run | None:
         """Return the baseline's next trial, or None when it has enough replicates."""
         trials = self.reader.trials()
-        scores = self.baseline_scores()
+        scores = {trial.replicate for trial in self.trials_of(self.study.baseline) if trial.score is not None}
         if scores and self.reader.baseline() is None:
             self.seat_baseline()
         for replicate in range(BASELINE_REPLICATES):
@@ -167,16 +166,10 @@ class _Loop:
         digest = checkpoints.publish(self.study.paths, first.id, BASELINE, expected=first.checkpoint_digest)
         self.ledger.seat_baseline(first.config, first.id, digest)
 
-    def baseline_scores(self) -> dict[int, float]:
-        """Return the baseline's scores by replicate; its first trial is scored before it is seated."""
-        return {
-            trial.replicate: trial.score
-            for trial in self.reader.trials()
-            if trial.score is not None
-            and trial.config == self.study.baseline
-            and trial.budget == str(self.study.budget)
-            and trial.epoch == self.reader.epoch()
-        }
+    def trials_of(self, config: TrialConfig) -> list[Trial]:
+        """Return the search's trials of a config in the current epoch."""
+        epoch, budget = self.reader.epoch(), str(self.study.budget)
+        return [t for t in self.reader.trials() if (t.config, t.epoch, t.budget) == (config, epoch, budget)]
 
     # --- proposals ---
 
@@ -230,28 +223,31 @@ class _Loop:
             incumbent, noise = self.reader.incumbent(), self.reader.noise()
             assert incumbent is not None
             assert noise is not None
-            step = next_step(past, incumbent, noise, self.rules, self.reader.known_configs())
+            step = next_step(
+                past,
+                incumbent,
+                noise,
+                self.rules,
+                epoch=self.reader.epoch(),
+                known=self.reader.known_configs(),
+                incumbent_failed=failed_replicates(self.trials_of(incumbent.config)),
+            )
             match step:
                 case Run():
-                    if self.limit() is not None:
+                    failing = consecutive_failures(self.reader.trials()) >= FAILURES_BEFORE_CANARY
+                    if failing or self.limit() is not None:
                         return
-                    if consecutive_failures(self.reader.trials()) >= FAILURES_BEFORE_CANARY:
-                        return
-                    trial = self.trials.run(step)
-                    if step.config == incumbent.config and self.trials.gave_up(trial):
-                        self.decide(
-                            past, inconclusive(f"the incumbent's trial {trial.id} ended {trial.state.value}"), incumbent
-                        )
+                    self.trials.run(step)
                 case Repair():
                     self.ledger.amend(past.number, step.config)
                     self.ledger.event("repair", f"proposal {past.number} ran out of memory", flatten(step.config))
                 case Verdict():
-                    self.decide(past, step, incumbent)
+                    self.decide(past, step)
                 case _:
                     assert_never(step)
             past = self.reader.proposal(past.number)
 
-    def decide(self, past: Past, verdict: Verdict, incumbent: Standing) -> None:
+    def decide(self, past: Past, verdict: Verdict) -> None:
         """Publish, then close in one transaction: a checkpoint may lack its row for a moment, never the reverse."""
         node = None
         if verdict.decision is Decision.KEPT:

@@ -8,6 +8,7 @@ import json
 from frozen.timer import Budget
 from harness import checkpoints
 from harness.config import TrialConfig, flatten
+from harness.errors import CheckFailed
 from harness.files import write_whole
 from harness.launch import Launcher
 from harness.ledger import Ledger
@@ -100,7 +101,10 @@ class TrialRunner:
         if not isinstance(trained, Trained):
             assert isinstance(trained, Failed)
             return Ending.of_failed(trained)
-        checkpoint = checkpoints.digest_of(paths.weights)
+        try:
+            checkpoint = checkpoints.digest_of(paths.weights)
+        except CheckFailed as error:  # links or nothing where a model should be
+            return Ending.of_failed(_invalid(str(error)), trained=trained)
         self._study.seal.verify(thorough=False)
         scored = self._launcher.run(
             score_order(self._study, config, weights=paths.weights, split="val"),
@@ -112,11 +116,7 @@ class TrialRunner:
             assert isinstance(scored, Failed)
             return Ending.of_failed(scored, trained=trained)
         if checkpoints.digest_of(paths.weights) != checkpoint:
-            changed = Failed(
-                state=TrialState.INVALID,
-                error_class="WeightsChanged",
-                error_text="the weights changed while they were being scored",
-            )
+            changed = _invalid("the weights changed while they were being scored")
             return Ending.of_failed(changed, trained=trained)
         return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=checkpoint)
 
@@ -125,6 +125,10 @@ class TrialRunner:
         usual = expected_seconds(self._reader.trials())
         least = self._study.least_deadline_seconds
         return least if usual is None else max(least / 4, SLOWER_THAN_USUAL * usual)
+
+
+def _invalid(reason: str) -> Failed:
+    return Failed(state=TrialState.INVALID, error_class="BadCheckpoint", error_text=reason)
 
 
 def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: Budget) -> None:

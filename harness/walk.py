@@ -6,7 +6,7 @@ where it was: the same rows give the same next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from harness.config import TrialConfig, apply
@@ -49,15 +49,23 @@ class Repair:
 
 
 def next_step(
-    past: Past, incumbent: Standing, noise: Noise, rules: JudgeRules, known: Mapping[str, int]
+    past: Past,
+    incumbent: Standing,
+    noise: Noise,
+    rules: JudgeRules,
+    *,
+    epoch: int,
+    known: Collection[str],
+    incumbent_failed: Collection[int] = (),
 ) -> Run | Repair | Verdict:
     """Return what a running proposal needs next.
 
-    ``known`` maps the digests of all configs of the study to the lineage node or proposal that has them.
+    Only trials of the current ``epoch`` of the machine count. ``known`` holds the digests of all configs of the study;
+    ``incumbent_failed`` the replicates on which the incumbent failed, so that no pair can be made of them.
     """
     config = past.config
     assert config is not None
-    trials = [trial for trial in past.trials if trial.config == config]
+    trials = [trial for trial in past.trials if trial.config == config and trial.epoch == epoch]
     screens = [trial for trial in trials if trial.replicate == 0]
     repaired = any(trial.role is Role.REPAIR for trial in past.trials)
     screen = next((trial for trial in screens if trial.score is not None), None)
@@ -73,16 +81,13 @@ def next_step(
         return _discarded(f"its trial {failure.id} ended {failure.state.value}: {failure.error_text}")
     assert screen.score is not None
     confirmed = {t.replicate: t.score for t in trials if t.replicate > 0 and t.score is not None}
-    failures = {t.replicate for t in trials if t.replicate > 0 and t.state in FAILURES} - set(confirmed)
-    vanished = {r for r in {t.replicate for t in trials if t.replicate > 0} if vanished_for_good(trials, r)} - set(
-        confirmed
-    )
     evidence = Evidence(
         screen=screen.score,
         candidate=confirmed,
-        candidate_failures=len(failures | vanished),
+        candidate_failures=len(failed_replicates(trials) - {0}),
         incumbent=incumbent.scores,
         noise=noise,
+        incumbent_failed=incumbent_failed,
     )
     answer = judge(evidence, rules)
     match answer:
@@ -99,16 +104,12 @@ def next_step(
             )
 
 
-def inconclusive(reason: str) -> Verdict:
-    """Return the verdict on a proposal that cannot be compared."""
-    return Verdict(
-        decision=Decision.INCONCLUSIVE,
-        difference=None,
-        standard_error=None,
-        probability=None,
-        replicates=0,
-        reason=reason,
-    )
+def failed_replicates(trials: Sequence[Trial]) -> set[int]:
+    """Return the replicates of one config that have no score and will not get one."""
+    scored = {trial.replicate for trial in trials if trial.score is not None}
+    failed = {trial.replicate for trial in trials if trial.state in FAILURES}
+    gone = {trial.replicate for trial in trials if vanished_for_good(trials, trial.replicate)}
+    return (failed | gone) - scored
 
 
 def consecutive_failures(trials: Sequence[Trial]) -> int:

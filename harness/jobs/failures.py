@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from frozen.timer import BudgetTooSmall
 from harness.records import TrialState
 
 _MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -17,8 +18,7 @@ class WeightsRefused(ValueError):
 
 def state_of(error: BaseException) -> TrialState:
     """Return the state of a trial that ended with this exception; what is not known is a crash."""
-    from frozen.evaluate import EvaluationRefused
-    from frozen.timer import BudgetTooSmall
+    from frozen.evaluate import EvaluationRefused  # imports torch, which the driver does not
 
     if isinstance(error, Diverged):
         return TrialState.DIVERGED

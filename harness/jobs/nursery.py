@@ -31,10 +31,10 @@ from typing import NoReturn
 import frozen
 import harness
 from harness.jobs import sandbox
-from harness.jobs.failures import state_of
+from harness.jobs.failures import is_out_of_memory
 from harness.jobs.job import Job, ScoreJob, TrainJob
 from harness.jobs.report import Reporter
-from harness.records import Failed, Record
+from harness.records import Failed, Record, TrialState
 
 Work = Callable[[Job, Reporter], None]
 
@@ -211,8 +211,9 @@ def perform(order: Order, reporter: Reporter, work: Work) -> int:
         work(order.job, reporter)
     except Exception as error:  # noqa: BLE001 - a failing job is a value
         traceback.print_exc()
+        state = TrialState.OUT_OF_MEMORY if is_out_of_memory(error) else TrialState.CRASHED
         text = str(error) or "no further text; the trace is in the log"
-        reporter.result(Failed(state=state_of(error), error_class=type(error).__name__, error_text=text[:2000]))
+        reporter.result(Failed(state=state, error_class=type(error).__name__, error_text=text[:2000]))
         return 1
     return 0
 
@@ -258,7 +259,7 @@ def import_everything() -> None:
     import harness.jobs.score
     import harness.jobs.train
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     del peft, torch, trl
     assert harness.jobs.score
     assert harness.jobs.train

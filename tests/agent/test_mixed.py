@@ -47,11 +47,12 @@ def test_who_wins_gets_more(make_night: Any) -> None:
 
 
 def test_the_night_survives_a_broken_sampler(make_night: Any) -> None:
-    """When the sampler's process fails the others go on, and no proposal is missing."""
+    """When the sampler's process fails the others go on, and the ledger says what happened."""
     night = make_night()
     made = night.search(MixedProposer(Broken()), 15)
     assert len(made) == 15
     assert {proposal.source for proposal in made} == {"rules"}
+    assert any("no process" in proposal.rationale for proposal in made)
 
 
 def test_random_is_the_last_resort(make_night: Any) -> None:

@@ -118,10 +118,10 @@ def test_common_phrases_are_no_quotes() -> None:
 
 def test_pieces_of_a_document_stay_together_unless_it_is_very_long() -> None:
     """A document of two pieces lies in one split; one that would fill a small split alone is spread."""
-    pair, long = lines(1, 400), lines(2, 4000)
-    sizes = SplitSizes(probe_bytes=160_000, val_bytes=160_000, holdout_bytes=160_000)
+    pair, long = lines(1, 350), lines(2, 4000)
+    sizes = SplitSizes(probe_bytes=150_000, val_bytes=150_000, holdout_bytes=150_000)
     corpus = split_corpus(
-        [Document("pairs", lines(number, 400)) for number in range(10, 60)] + [Document("pairs", pair)], sizes
+        [Document("pairs", lines(number, 350)) for number in range(10, 70)] + [Document("pairs", pair)], sizes
     )
     assert 1 < len(cut(pair)) < 4
     assert sum(any(text in pair for text in texts) for texts in contents(corpus).values()) == 1

@@ -140,11 +140,14 @@ def test_fractions_are_nested(make_split: MakeSplit, one: float, other: float) -
     assert seen(1) == set(range(1, 31))
 
 
-def test_weights_are_shares_of_tokens(make_split: MakeSplit) -> None:
-    """With weights 3 to 1 the tokens come 3 to 1, although the sources' sizes are 1 to 9."""
+@pytest.mark.parametrize(("weights", "share"), [({"small": 1, "large": 1}, 0.1), ({"small": 9, "large": 1}, 0.5)])
+def test_a_source_counts_by_its_size_times_its_weight(
+    make_split: MakeSplit, weights: dict[str, float], share: float
+) -> None:
+    """Equal weights leave the mixture as it is; nine times the weight makes up for a ninth of the size."""
     split = make_split([[1] * 10] * 2 + [[2] * 30] * 6, source_ids=[0] * 2 + [1] * 6, sources=("small", "large"))
-    tokens = np.array(stream(batches(split, weights={"small": 3, "large": 1}), 8000))
-    assert (tokens == 1).sum() / (tokens > 0).sum() == pytest.approx(0.75, abs=0.02)
+    tokens = np.array(stream(batches(split, weights=weights), 8000))
+    assert (tokens == 1).sum() / (tokens > 0).sum() == pytest.approx(share, abs=0.02)
 
 
 def test_a_source_without_weight_is_never_read(make_split: MakeSplit) -> None:

@@ -16,8 +16,8 @@ def at(seconds: float) -> datetime.datetime:
     return NOON + datetime.timedelta(seconds=seconds)
 
 
-def event(kind: str, seconds: float, **data: float) -> Event:
-    return Event(id=1, kind=kind, text="", data=data, created=at(seconds))
+def event(kind: str, moment: float, **data: float) -> Event:
+    return Event(id=1, kind=kind, text="", data=data, created=at(moment))
 
 
 def asked(limits: Limits, trials: list[Trial] | None = None, *, decided: int = 0, driver: float = 0) -> str | None:

@@ -94,8 +94,9 @@ def test_a_policy_round_trips_through_a_copy(tmp_path: Path) -> None:
         (lambda t: t.update(knobs={}), "no knobs"),
         (
             lambda t: t["knobs"].update({"sampling.weights.elsewhere": dict(t["knobs"]["optim.beta1"])}),
-            "no such source",
+            "no source of that name",
         ),
+        (lambda t: t["knobs"].update({"sampling.weights.one": t["knobs"].pop("sampling.weights.*")}), "weights.two"),
         (lambda t: t["knobs"].update(optim={"beta1": {}}), "unknown key"),
     ],
 )

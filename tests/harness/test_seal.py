@@ -3,6 +3,7 @@ import json
 import os
 import py_compile
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,6 +161,42 @@ def test_ordinary_bytecode_passes(bare_study: StudyPaths, code: Code) -> None:
     (code.root / "frozen/__pycache__/__init__.cpython-399.pyc").write_bytes(b"another version's")
     (code.root / "frozen/__pycache__/__init__.cpython-311.pyc.1234").write_bytes(b"half")
     (code.root / "harness/__pycache__/cli.cpython-311.pyc").write_bytes(b"not sealed")
+    assert seal.verify() == seal.digest
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("score = 0.001\n", "frozen/__init__.cpython-311.pyc", "is not the compiled __init__.py"),
+        ("score = 0.001\n", "frozen/other.cpython-311.pyc", "was added"),
+        ("score = 0.001\n", "harness/config.cpython-311.pyc", "is not the compiled config.py"),
+    ],
+)
+def test_forged_bytecode_of_the_children_is_named(
+    bare_study: StudyPaths, code: Code, source: str, target: str, said: str
+) -> None:
+    """The cache from which the children run our modules is looked at too."""
+    seal = Seal.take(bare_study, code=code)
+    folder = bare_study.bytecode.joinpath(*code.root.parts[1:])
+    forged = folder / target.replace("cpython-311", str(sys.implementation.cache_tag))
+    file = bare_study.root / "forged.py"
+    file.write_text(source)
+    forged.parent.mkdir(parents=True)
+    py_compile.compile(
+        str(file), str(forged), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
+    with pytest.raises(SealBroken, match=said):
+        seal.verify()
+
+
+def test_bytecode_of_the_children_passes(bare_study: StudyPaths, code: Code) -> None:
+    """What the children's interpreter writes into its own cache, folders included, is not a change."""
+    seal = Seal.take(bare_study, code=code)
+    for source in code.root.rglob("*.py"):
+        place = bare_study.bytecode.joinpath(*source.parent.parts[1:])
+        place.mkdir(parents=True, exist_ok=True)
+        name = f"{source.stem}.{sys.implementation.cache_tag}.pyc"
+        py_compile.compile(str(source), str(place / name), doraise=True)
     assert seal.verify() == seal.digest
 
 

@@ -27,7 +27,7 @@ def candidate(base: TrialConfig) -> TrialConfig:
 def test_a_new_proposal_is_screened(make_past: Callable[..., Past], incumbent: Standing) -> None:
     """The first step is one trial with the first replicate's seed."""
     past = make_past()
-    step = next_step(past, incumbent, NOISE, RULES, {})
+    step = next_step(past, incumbent, NOISE, RULES, epoch=1, known=())
     assert step == Run(role=Role.SCREEN, config=past.config, replicate=0, proposal=1)  # type: ignore[arg-type]
 
 
@@ -36,14 +36,14 @@ def test_out_of_memory_is_repaired_once_with_the_same_effective_batch(
 ) -> None:
     """Half the per-device batch and twice the accumulation; a second time it is the config's end."""
     failed = make_trial(config=candidate, state=TrialState.OUT_OF_MEMORY, error_text="too big")
-    step = next_step(make_past(failed), incumbent, NOISE, RULES, {})
+    step = next_step(make_past(failed), incumbent, NOISE, RULES, epoch=1, known=())
     assert isinstance(step, Repair)
     assert (step.config.batch.per_device, step.config.batch.accumulation) == (4, 2)
     amended = dataclasses.replace(make_past(failed), config=step.config)
-    again = next_step(amended, incumbent, NOISE, RULES, {})
+    again = next_step(amended, incumbent, NOISE, RULES, epoch=1, known=())
     assert again == Run(role=Role.REPAIR, config=step.config, replicate=0, proposal=1)
     twice = make_trial(config=step.config, role=Role.REPAIR, state=TrialState.OUT_OF_MEMORY, error_text="still")
-    end = next_step(dataclasses.replace(amended, trials=(failed, twice)), incumbent, NOISE, RULES, {})
+    end = next_step(dataclasses.replace(amended, trials=(failed, twice)), incumbent, NOISE, RULES, epoch=1, known=())
     assert isinstance(end, Verdict)
     assert end.decision is Decision.DISCARDED
     assert "still" in end.reason
@@ -55,7 +55,7 @@ def test_a_repair_that_is_known_already_is_not_run_again(
     """The repaired config of one proposal may be another's: its result is there."""
     failed = make_trial(config=candidate, state=TrialState.OUT_OF_MEMORY, error_text="too big")
     repaired = apply(candidate, {"batch.per_device": 4, "batch.accumulation": 2})
-    step = next_step(make_past(failed), incumbent, NOISE, RULES, {repaired.digest: 7})
+    step = next_step(make_past(failed), incumbent, NOISE, RULES, epoch=1, known={repaired.digest})
     assert isinstance(step, Verdict)
 
 
@@ -66,7 +66,7 @@ def test_repairs_keep_the_effective_batch_of_odd_sizes(
     """An odd batch is split by its smallest factor; a batch of one cannot be split."""
     config = apply(base, {"batch.per_device": size})
     failed = make_trial(config=config, state=TrialState.OUT_OF_MEMORY, error_text="too big")
-    step = next_step(make_past(failed, **{"batch.per_device": size}), incumbent, NOISE, RULES, {})
+    step = next_step(make_past(failed, **{"batch.per_device": size}), incumbent, NOISE, RULES, epoch=1, known=())
     if size == 1:
         assert isinstance(step, Verdict)
     else:
@@ -80,7 +80,7 @@ def test_divergence_in_the_screening_ends_the_proposal(
 ) -> None:
     """A failed screening has no score and is discarded with its own words."""
     failed = make_trial(config=candidate, state=TrialState.DIVERGED, error_text="loss is NaN at step 3")
-    step = next_step(make_past(failed), incumbent, NOISE, RULES, {})
+    step = next_step(make_past(failed), incumbent, NOISE, RULES, epoch=1, known=())
     assert isinstance(step, Verdict)
     assert (step.decision, step.difference) == (Decision.DISCARDED, None)
     assert "NaN at step 3" in step.reason
@@ -91,19 +91,19 @@ def test_a_dead_driver_says_nothing_about_the_config(
 ) -> None:
     """However often the driver is killed, the same trial runs again; a job that vanishes too often is discarded."""
     lost = [make_trial(config=candidate, state=TrialState.LOST, error_class=DRIVER_DIED) for _ in range(9)]
-    assert isinstance(next_step(make_past(*lost), incumbent, NOISE, RULES, {}), Run)
+    assert isinstance(next_step(make_past(*lost), incumbent, NOISE, RULES, epoch=1, known=()), Run)
     gone = [
         make_trial(config=candidate, state=TrialState.LOST, error_class="WardenGone") for _ in range(VANISHED_LIMIT)
     ]
-    assert isinstance(next_step(make_past(gone[0]), incumbent, NOISE, RULES, {}), Run)
-    assert isinstance(next_step(make_past(*gone), incumbent, NOISE, RULES, {}), Verdict)
+    assert isinstance(next_step(make_past(gone[0]), incumbent, NOISE, RULES, epoch=1, known=()), Run)
+    assert isinstance(next_step(make_past(*gone), incumbent, NOISE, RULES, epoch=1, known=()), Verdict)
 
 
 def test_a_hopeless_screening_costs_one_trial(
     make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
 ) -> None:
     """What is clearly worse is discarded at once."""
-    step = next_step(make_past(make_trial(config=candidate, score=1.2)), incumbent, NOISE, RULES, {})
+    step = next_step(make_past(make_trial(config=candidate, score=1.2)), incumbent, NOISE, RULES, epoch=1, known=())
     assert isinstance(step, Verdict)
     assert step.decision is Decision.DISCARDED
 
@@ -116,7 +116,7 @@ def test_a_promising_screening_is_confirmed_on_fresh_seeds_until_it_is_kept(
     scores = dict(incumbent.scores)
     for _ in range(40):
         now = dataclasses.replace(incumbent, scores=scores)
-        step = next_step(make_past(*trials), now, NOISE, RULES, {})
+        step = next_step(make_past(*trials), now, NOISE, RULES, epoch=1, known=())
         if isinstance(step, Verdict):
             break
         assert isinstance(step, Run)

@@ -93,11 +93,10 @@ def test_curve(train_job: TrainJob) -> None:
     assert all(point.probe_bits_per_byte and point.gradient_norm and point.learning_rate for point in points)
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_divergence_is_stopped_at_once(train_job: TrainJob, rate: float) -> None:
+def test_divergence_is_stopped_at_once(train_job: TrainJob) -> None:
     """A learning rate that is far too high ends the job early, as diverged, with a sentence."""
     diff: dict[str, Value] = {
-        "optim.learning_rate": rate,
+        "optim.learning_rate": 1.0,
         "schedule.warmup_fraction": 0.0,
         "optim.max_grad_norm": 1e4,
         "batch.accumulation": 1,
@@ -107,7 +106,7 @@ def test_divergence_is_stopped_at_once(train_job: TrainJob, rate: float) -> None
     assert result.state is TrialState.DIVERGED
     assert "loss" in result.error_text
     assert result.steps is not None
-    assert result.steps < 200
+    assert result.steps < 20
     assert not (train_job.folder / "model").exists()
 
 

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import BadInput
-from harness.migrations import migrate, migrations
 from harness.noise import pool_noise
 from harness.queries import Reader
 from harness.records import Decision, Proposal, ProposalState, Role, TrialState
@@ -287,38 +286,6 @@ def test_a_read_only_folder_is_readable(night: Night) -> None:
         night.path.parent.chmod(0o755)
 
 
-def test_an_older_ledger_is_read_in_memory(night: Night, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ledger of an older schema can be read, and its file stays as it was."""
-    night.run(2.0)
-    night.ledger.close()
-    newer = (*migrations(), type(migrations()[0])(2, "more", "CREATE TABLE more (x TEXT) STRICT;"))
-    before = night.path.read_bytes()
-    monkeypatch.setattr("harness.migrations.migrations", lambda: newer)
-    monkeypatch.setattr("harness.queries.migrations", lambda: newer)
-    with night.reader() as reader:
-        assert len(reader.trials()) == 1
-        assert reader._rows("SELECT * FROM more") == []
-    assert night.path.read_bytes() == before
-
-
-def test_a_broken_migration_leaves_the_older_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A migration that fails half-way is undone whole, its record included."""
-    connection = sqlite3.connect(":memory:")
-    migrate(connection)
-    broken = type(migrations()[0])(
-        2, "broken", "CREATE TABLE half (x TEXT) STRICT;\nCREATE TABLE study (y TEXT) STRICT;"
-    )
-    monkeypatch.setattr("harness.migrations.migrations", lambda: (*migrations_before, broken))
-    with pytest.raises(sqlite3.OperationalError, match="study already exists"):
-        migrate(connection)
-    assert connection.execute("SELECT count(*) FROM migrations").fetchone() == (1,)
-    assert connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'half'").fetchone() == (0,)
-    connection.close()
-
-
-migrations_before = migrations()
-
-
 def test_views_read_well(night: Night) -> None:
     """The three views tell the story of a night in plain SQL."""
     night.baseline(2.0, 2.02)
@@ -349,58 +316,6 @@ def test_views_read_well(night: Night) -> None:
         (0, "baseline", {}),
         (1, "proposal 1", {"optim.learning_rate": 1e-3}),
     ]
-
-
-TAMPERINGS = {
-    "trial 1 has the score": "UPDATE trials SET score = 1.0 WHERE id = 1",
-    "sum to": "UPDATE document_nats SET nats = zeroblob(16) WHERE trial = 1",
-    "not the one of its digest": "UPDATE trials SET config = json_set(config, '$.\"optim.beta1\"', 0.5) WHERE id = 1",
-    "another seal": f"UPDATE trials SET seal = '{'6' * 64}' WHERE id = 2",
-    "not the study's": "UPDATE trials SET budget = '1tok' WHERE id = 2",
-    "seeds are shared": "UPDATE trials SET seed = 5 WHERE id = 4",
-    "is kept but not in the lineage": "DELETE FROM lineage WHERE node = 1",
-    "without a baseline": "DELETE FROM lineage WHERE node = 0",
-    "is decided without a verdict": "DELETE FROM verdicts",
-    "is discarded but in the lineage": "UPDATE verdicts SET decision = 'discarded'",
-    "stands on trial": "UPDATE lineage SET trial = 1 WHERE node = 1",
-    "another checkpoint": f"UPDATE lineage SET checkpoint_digest = '{'d' * 64}' WHERE node = 1",
-    "trials are numbered": "DELETE FROM trials WHERE id = 2",
-    "points to a row of": "UPDATE trials SET proposal = 9 WHERE id = 4",
-    "is queued but has trials": "UPDATE proposals SET state = 'queued', parent = NULL, config = NULL,"
-    " config_digest = NULL, started = NULL, ended = NULL",
-}
-
-
-@pytest.mark.parametrize("said", TAMPERINGS)
-def test_tampering_is_found(night: Night, said: str) -> None:
-    """What another program changes with the triggers out of its way is named; putting them back hides nothing."""
-    night.baseline(2.0, 2.02)
-    night.kept(night.screened(1.9), 1.91, 1.92)
-    night.ledger.close()
-    other = sqlite3.connect(night.path)
-    triggers = other.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
-    for name, _ in triggers:
-        other.execute(f"DROP TRIGGER {name}")
-    other.execute(TAMPERINGS[said])
-    for _, sql in triggers:
-        other.execute(sql)
-    other.commit()
-    other.close()
-    with night.reader() as reader:
-        found = reader.invariants()
-    assert any(said in sentence for sentence in found), found
-
-
-def test_a_dropped_trigger_is_found(night: Night) -> None:
-    """A schema that is not ours any more is reported object by object."""
-    night.ledger.close()
-    other = sqlite3.connect(night.path)
-    other.execute("DROP TRIGGER trials_closed_once")
-    other.execute("CREATE TABLE mine (x)")
-    other.commit()
-    other.close()
-    with night.reader() as reader:
-        assert reader.invariants() == ["the table mine is none of ours", "the trigger trials_closed_once is missing"]
 
 
 def test_readers_import_nothing_slow() -> None:

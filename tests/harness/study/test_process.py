@@ -1,0 +1,107 @@
+"""The whole chain with real children: data, training, scoring, verify, a full run that is interrupted and goes on."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozen.timer import Budget
+from harness import checkpoints
+from harness.launch import Launcher
+from harness.ledger import Ledger
+from harness.orders import score_order, train_order
+from harness.queries import Reader
+from harness.records import CurvePoint, Role, Scored, Trained, TrialState
+from harness.replay import Replay
+from harness.rows import Ending
+from harness.study import Study, create
+from harness.studyfile import Evaluation
+from harness.verify import verify
+from harness.view import Silent
+
+pytestmark = pytest.mark.process
+LONG = Budget.parse("8000tok")
+TINY = {"model.width": 64, "model.depth": 1, "model.heads": 2, "batch.sequence_length": 64, "batch.per_device": 4}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """Return a real study on made-up text."""
+    folder = tmp_path_factory.mktemp("real")
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(500)]
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=120))}) for _ in range(100)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return create(
+        "night",
+        policy="demo",
+        data=[folder / "texts.jsonl"],
+        budget="6000tok",
+        runs=folder / "runs",
+        baseline=TINY,
+        vocabulary=300,
+        evaluation=Evaluation(context=64, stride=48, probe_bytes=2_000, val_bytes=6_000, holdout_bytes=6_000),
+    )
+
+
+@pytest.fixture(scope="module")
+def launcher(study: Study) -> Iterator[Launcher]:
+    """Return one warm launcher; it runs the interpreter's own bytecode, because a fresh cache costs half a minute."""
+    command = [sys.executable, "-I", "-m", "harness.jobs.nursery"]
+    with Launcher(bytecode=study.paths.bytecode, mark=study.mark, threads=1, command=command) as warm:
+        yield warm
+
+
+class Impatient(Silent):
+    """The owner presses Ctrl-C when training is half done."""
+
+    def point(self, trial: int, point: CurvePoint) -> None:
+        """Interrupt."""
+        if point.progress > 0.5:
+            raise KeyboardInterrupt
+
+
+def test_the_chain(study: Study, launcher: Launcher) -> None:
+    """A checkpoint scores the same again, and an interrupted full run ends with the weights of an undisturbed one."""
+    with Ledger.open(study.paths.ledger) as ledger, Reader(study.paths.ledger) as reader:
+        trial = run_baseline(study, launcher, ledger)
+        ledger.seat_baseline(study.baseline, trial, checkpoints.publish(study.paths, trial, 0))
+        assert [finding.text for finding in verify(study, scorer=launcher) if not finding.ok] == []
+
+        with pytest.raises(KeyboardInterrupt):
+            Replay(study, ledger, reader, launcher, Impatient()).full_run(LONG)
+        assert reader.trials()[-1].state is TrialState.INTERRUPTED
+        resumed = Replay(study, ledger, reader, launcher, Silent()).full_run(LONG)
+        undisturbed = study.paths.replay / "undisturbed"
+        seed = reader.trial(resumed.best.trial).seed
+        order = train_order(study, study.baseline, seed=seed, budget=LONG, folder=undisturbed, resumable=True)
+        assert isinstance(launcher.run(order, log=undisturbed.with_suffix(".log"), deadline_seconds=600), Trained)
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            assert (resumed.model / name).read_bytes() == (undisturbed / "model" / name).read_bytes()
+        assert reader.invariants() == []
+
+
+def run_baseline(study: Study, launcher: Launcher, ledger: Ledger) -> int:
+    row: dict[str, Any] = {"proposal": None, "role": Role.BASELINE, "replicate": 0, "epoch": 0, "sandbox": "plain"}
+    seal = study.seal.verify()
+    trial = ledger.begin(config=study.baseline, seed=0, budget=str(study.budget), seal=seal, device=study.device, **row)
+    paths = study.paths.trial(trial)
+    order = train_order(study, study.baseline, seed=0, budget=study.budget, folder=paths.train)
+    trained = launcher.run(order, log=paths.log, deadline_seconds=600)
+    assert isinstance(trained, Trained), trained
+    order_score = score_order(study, study.baseline, weights=paths.weights, split="val")
+    scored = launcher.run(order_score, log=paths.log, deadline_seconds=600)
+    assert isinstance(scored, Scored), scored
+    assert scored.bytes == val_bytes(study.paths.split("val"))
+    digest = checkpoints.digest_of(paths.weights)
+    ledger.close_trial(trial, Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest))
+    return trial
+
+
+def val_bytes(split: Path) -> int:
+    rows = (split / "documents.jsonl").read_text(encoding="utf-8").splitlines()
+    return sum(len(json.loads(row)["text"].encode()) for row in rows)
