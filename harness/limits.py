@@ -6,7 +6,6 @@ No trial begins that cannot end before the moment; how long a trial takes is the
 from __future__ import annotations
 
 import datetime
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +44,8 @@ def expected_seconds(trials: Sequence[Trial]) -> float | None:
         for trial in trials
         if trial.started is not None and trial.ended is not None and trial.state not in UNCOUNTED
     ]
-    return statistics.median(walls[-RECENT:]) if walls else None
+    recent = sorted(walls[-RECENT:])
+    return (recent[(len(recent) - 1) // 2] + recent[len(recent) // 2]) / 2 if recent else None
 
 
 def reached(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,8 @@ def device_lock(device: str) -> Iterator[None]:
     if device == "cpu":
         yield
         return
+    import tempfile
+
     path = Path(tempfile.gettempdir()) / f"overnight-{device.replace(':', '')}.lock"
     with _held(path, f"another study of this machine is using {device}: let it end, or choose another device"):
         yield

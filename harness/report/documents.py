@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +122,9 @@ def compare(facts: Facts, a: Trial, b: Trial, nats_a: Sequence[float], nats_b: S
     nats_per_unit = math.fsum(nats_a) / a.score if a.score else 0.0
     spread = None
     if len(gaps) > 1 and nats_per_unit:
-        spread = statistics.stdev(gaps) * math.sqrt(len(gaps)) / nats_per_unit
+        mean = math.fsum(gaps) / len(gaps)
+        variance = math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
+        spread = math.sqrt(variance * len(gaps)) / nats_per_unit
     return Comparison(
         a=a,
         b=b,

@@ -7,7 +7,6 @@ noise that is pooled over the whole study: three replicates of their own would s
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,7 +97,7 @@ def level(facts: Facts, standing: Standing | None) -> Level | None:
     count = len(standing.scores)
     return Level(
         score=standing.score,
-        perplexity=statistics.fmean(perplexities) if perplexities else None,
+        perplexity=math.fsum(perplexities) / len(perplexities) if perplexities else None,
         standard_error=facts.noise.standard_deviation / math.sqrt(count) if facts.noise else None,
         replicates=count,
         trial=standing.trial,
