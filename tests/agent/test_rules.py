@@ -69,9 +69,9 @@ def test_predictions_are_improvements_with_a_confidence(make_night: Any) -> None
 
 
 def test_a_long_night_does_not_run_out_of_ideas(make_night: Any) -> None:
-    """After the framework come joins and nudges; sixty proposals are none too many."""
+    """After the framework come joins and nudges; fifty proposals are none too many."""
     night = make_night()
-    assert len(night.search(RulesProposer(), 60)) == 60
+    assert len(night.search(RulesProposer(), 50)) == 50
     assert night.refused == []
 
 

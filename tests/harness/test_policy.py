@@ -159,7 +159,7 @@ def test_the_owners_values_are_the_baseline() -> None:
         ({}, "changes nothing"),
         ({"model.depth": 2.5}, "whole number"),
         ({"model.width": 100}, "not one of"),
-        ({"optim.beta1": 0.85, "optim.beta2": 0.95, "model.depth": 2, "model.width": 64, "model.heads": 2}, "allows 4"),
+        ({"optim.beta1": 0.85, "optim.beta2": 0.95, "model.depth": 4, "model.width": 96, "model.heads": 4}, "allows 4"),
     ],
 )
 def test_a_refusal_says_why(diff: dict[str, Any], said: str) -> None:
@@ -173,9 +173,9 @@ def test_unchanged_knobs_do_not_count_as_changes() -> None:
     """A diff that repeats the parent's values is as small as what it changes."""
     policy = Policy.load(find_policy("demo"), ["one"])
     flat = {name: value for name, value in flatten(policy.baseline({})).items() if name in policy.knobs}
-    config = admit(policy, Proposal(diff=flat | {"model.depth": 2}, source="", rationale="", watch=""))
+    config = admit(policy, Proposal(diff=flat | {"model.depth": 3}, source="", rationale="", watch=""))
     assert isinstance(config, TrialConfig)
-    assert config.model.depth == 2
+    assert config.model.depth == 3
 
 
 def test_inactive_knobs_are_refused(table: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def test_inactive_knobs_are_refused(table: dict[str, Any]) -> None:
 
 def test_knobs_that_do_not_go_together_are_refused(table: dict[str, Any]) -> None:
     """A pair of values that no model can have is a refusal with the reason, not an exception."""
-    table["knobs"]["model.heads"]["choices"] = [4, 3]
+    table["knobs"]["model.heads"]["choices"] = [2, 3]
     refused = admit(Policy.parse(table, ["one"]), proposal(model__heads=3))
     assert isinstance(refused, Refusal)
     assert "multiple of 2" in refused.reason
@@ -204,7 +204,7 @@ def test_too_few_steps_come_with_the_arithmetic() -> None:
     assert isinstance(refused, Refusal)
     assert "32 sequences × 4 passes × 128 tokens = 16384 tokens" in refused.reason
     assert "12.2 steps" in refused.reason
-    refused = admit(policy, big, Budget("flops", 5e11))
+    refused = admit(policy, big, Budget("flops", 2e11))
     assert isinstance(refused, Refusal)
     assert "parameters" in refused.reason
     assert isinstance(admit(policy, big), TrialConfig)
