@@ -232,7 +232,7 @@ def _ledger_row(past: Past, changes: list[str]) -> str:
     trials = f" Trials {', '.join(str(trial.id) for trial in past.trials)}." if past.trials else ""
     errors = "".join(f"<p>Trial {t.id}: {escape(t.error_text)}</p>" for t in past.trials if t.error_text)
     more = (
-        f"<details><summary>{escape(words.sentence(words.reason(past)) or 'Not run yet.')}</summary>"
+        f"<details><summary>{escape(words.sentence(words.reason(past)) or _undecided(past))}</summary>"
         f"<p>Idea: {escape(words.sentence(said.rationale))} Watch: {escape(words.sentence(said.watch))}"
         f"{escape(predicted)}{trials}</p>{errors}</details>"
     )
@@ -246,6 +246,10 @@ def _ledger_row(past: Past, changes: list[str]) -> str:
 
 
 # --- the rest ------------------------------------------------------------------------------------------------------
+
+
+def _undecided(past: Past) -> str:
+    return f"Undecided after {len(past.trials)} runs." if past.trials else "Not run yet."
 
 
 def _cost(facts: Facts) -> str:

@@ -15,7 +15,7 @@ from harness.errors import BadInput
 LINES = [
     {"diff": {"optim.learning_rate": 1e-3}, "rationale": "more", "watch": "loss"},
     {"diff": {"optim.lerning_rate": 2e-3}, "rationale": "a slip", "watch": "loss"},
-    {"diff": {"model.depth": 2}, "rationale": "less", "watch": "loss", "predicted_change": -0.1, "confidence": 0.5},
+    {"diff": {"model.depth": 5}, "rationale": "less", "watch": "loss", "predicted_change": -0.1, "confidence": 0.5},
 ]
 
 
