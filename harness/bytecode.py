@@ -8,6 +8,7 @@ any import writes it, passes.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import marshal
 import re
@@ -43,8 +44,13 @@ def _unlike(cached: bytes, source: Path, level: int) -> str | None:
     text = source.read_bytes()
     if len(cached) < 16 or cached[:4] != importlib.util.MAGIC_NUMBER or _is_outdated(cached, source, text):
         return None
+    return _fault_of(cached[16:], text, source, level)
+
+
+@functools.lru_cache(maxsize=1024)  # by content: compiling all of it before each trial would take a fifth of a second
+def _fault_of(code: bytes, text: bytes, source: Path, level: int) -> str | None:
     try:
-        found = marshal.loads(cached[16:])
+        found = marshal.loads(code)
     except (EOFError, ValueError, TypeError):
         return "is not readable bytecode"
     expected = compile(text, str(source), "exec", dont_inherit=True, optimize=level)

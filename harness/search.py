@@ -71,13 +71,13 @@ def search(study: Study, *, limits: Limits, proposer: str | None, cold: bool, vi
         owner = Owner(study.paths, ledger, view)
         stack.enter_context(owner.signals())
         trials = TrialRunner(study, ledger, reader, launcher, owner, view)
-        loop = _Loop(study, limits, ledger, reader, chosen, trials, owner, view)
+        loop = Loop(study, limits, ledger, reader, chosen, trials, owner, view)
         for line in expectations(study, reader, launcher.sandbox_tier, limits):
             view.say(line)
         return loop.run()
 
 
-class _Loop:
+class Loop:
     """One driver's run of one study."""
 
     def __init__(
@@ -107,6 +107,7 @@ class _Loop:
     # --- the loop ---
 
     def run(self) -> Stopped:
+        """Loop until something ends it, and book the driver's time and the reason."""
         self.earlier_seconds = driver_seconds(self.reader.events(), self.reader.trials())
         self.ledger.event("run_began", f"driver {os.getpid()} began", {"pid": os.getpid()})
         stopped = Stopped(reason="the driver failed", exit_code=1)
@@ -124,6 +125,7 @@ class _Loop:
         return stopped
 
     def loop(self) -> Stopped:
+        """Baseline, then proposal after proposal."""
         while (reason := self.limit()) is None:
             step = self.baseline_step()
             if step is not None:
@@ -200,13 +202,14 @@ class _Loop:
             kept = ", ".join(map(str, sorted(nodes)))
             return self.reject(past, ProposalState.REFUSED, f"parent {node} is not in the lineage (nodes: {kept})")
         parent = nodes[node].config
+        flat = flatten(parent)
+        if past.proposal.diff and all(flat.get(name) == value for name, value in past.proposal.diff.items()):
+            return self.reject(past, ProposalState.STALE, f"it changes nothing on its parent, node {node}")
         config = self.study.policy.admit(
             past.proposal, parent, budget=self.study.budget, vocabulary=self.study.vocabulary
         )
         if isinstance(config, Refusal):
             return self.reject(past, ProposalState.REFUSED, config.reason)
-        if config == parent:
-            return self.reject(past, ProposalState.STALE, f"it changes nothing on its parent {node}")
         known = self.reader.known_configs()
         if config.digest in known:
             return self.reject(past, ProposalState.DUPLICATE, f"its config is that of {_named(known[config.digest])}")
@@ -214,6 +217,7 @@ class _Loop:
         return self.reader.proposal(past.number)
 
     def reject(self, past: Past, state: ProposalState, reason: str) -> Past:
+        """Close a queued proposal that does not run."""
         self.ledger.reject(past.number, state, reason)
         return self.reader.proposal(past.number)
 
@@ -295,6 +299,7 @@ class _Loop:
         return f"proposer {self.proposer.name} has nothing new to propose ({self.fruitless()} fruitless in a row)"
 
     def history(self) -> History:
+        """Return what a proposer is given."""
         policy = self.study.policy
         return self.reader.history(
             knobs=policy.knobs,

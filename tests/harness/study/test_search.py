@@ -1,0 +1,316 @@
+"""The loop over made-up jobs: what it decides, how it ends, and that dying anywhere costs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import inbox
+from harness.config import TrialConfig
+from harness.jobs.job import ScoreJob, TrainJob
+from harness.ledger import Ledger
+from harness.limits import Limits
+from harness.owner import Ended, Owner, Stopped
+from harness.paths import StudyPaths
+from harness.queries import Reader
+from harness.records import (
+    Decision,
+    Failed,
+    History,
+    Past,
+    Proposal,
+    ProposalState,
+    Role,
+    TrialState,
+)
+from harness.recovery import recover
+from harness.search import Loop
+from harness.study import Study, load
+from harness.trials import TrialRunner
+from harness.view import Silent
+
+LIMIT = Limits(trials=60)
+BETTER = {"optim.learning_rate": 3e-3}
+WORSE = {"optim.learning_rate": 2e-4}
+OUT_OF_MEMORY = Failed(state=TrialState.OUT_OF_MEMORY, error_class="OutOfMemoryError", error_text="too big")
+CRASHED = Failed(state=TrialState.CRASHED, error_class="ValueError", error_text="no")
+
+
+class Script:
+    """Proposes given diffs in order, as far as the history says; stateless, like every proposer."""
+
+    name = "script"
+
+    def __init__(self, *diffs: dict[str, Any]) -> None:
+        self.diffs = diffs
+
+    def propose(self, history: History, count: int) -> list[Proposal]:
+        """Return the next diff."""
+        left = self.diffs[history.next_number - 1 :][:count]
+        return [Proposal(diff=diff, source=self.name, rationale="why", watch="what") for diff in left]
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+class Drive:
+    """Drives one study folder with made-up jobs, as often as wanted."""
+
+    def __init__(self, paths: StudyPaths, launcher: Any, script: Script) -> None:
+        self.paths, self.launcher, self.script = paths, launcher, script
+
+    def run(self, limits: Limits = LIMIT, ledger_class: Callable[[Path], Any] = Ledger.open) -> Stopped:
+        """Run a driver to its end, or to the exception that kills it."""
+        study = load(self.paths.root)
+        with ledger_class(study.paths.ledger) as ledger, Reader(study.paths.ledger) as reader:
+            recover(study.mark, ledger, reader)
+            return self.loop(study, limits, ledger, reader).run()
+
+    def loop(self, study: Study, limits: Limits, ledger: Ledger, reader: Reader) -> Loop:
+        owner = Owner(study.paths, ledger, Silent())
+        trials = TrialRunner(study, ledger, reader, self.launcher, owner, Silent())
+        return Loop(study, limits, ledger, reader, self.script, trials, owner, Silent())
+
+    def past(self) -> tuple[Past, ...]:
+        with Reader(self.paths.ledger) as reader:
+            assert reader.invariants() == []
+            return reader.past()
+
+    def trials(self) -> list[tuple[Role, TrialState, int]]:
+        with Reader(self.paths.ledger) as reader:
+            return [(trial.role, trial.state, trial.replicate) for trial in reader.trials()]
+
+
+@pytest.fixture
+def drive(night: Any) -> Callable[..., Drive]:
+    """Return a maker of drives over an empty study."""
+    night.ledger.close()
+    return lambda *diffs: Drive(night.study.paths, night.launcher, Script(*diffs))
+
+
+def fails(when: Callable[[TrainJob], bool], failed: Failed) -> Callable[[TrainJob | ScoreJob], Failed | None]:
+    return lambda job: failed if isinstance(job, TrainJob) and when(job) else None
+
+
+def test_a_night_from_baseline_to_verdicts(drive: Callable[..., Drive]) -> None:
+    """Three baseline seeds, then each proposal once; what is better is kept, the rest is a row with its reason."""
+    night = drive(BETTER, WORSE, BETTER, {"optim.learning_rate": 9.0}, {"optim.learning_rate": 3e-3, "model.depth": 3})
+    stopped = night.run()
+    assert stopped.exit_code == 0
+    assert "nothing new to propose" in stopped.reason
+    assert night.trials()[:4] == [(Role.BASELINE, TrialState.SCORED, r) for r in range(3)] + [
+        (Role.SCREEN, TrialState.SCORED, 0)
+    ]
+    kept, worse, again, outside, same_score = night.past()
+    assert kept.verdict is not None
+    assert kept.verdict.decision is Decision.KEPT
+    assert kept.verdict.difference == pytest.approx(-0.27, abs=0.01)
+    assert worse.verdict is not None
+    assert (worse.verdict.decision, len(worse.trials)) == (Decision.DISCARDED, 1)
+    assert (again.state, outside.state) == (ProposalState.STALE, ProposalState.REFUSED)
+    assert "outside" in str(outside.reason)
+    assert same_score.verdict is not None
+    assert same_score.verdict.decision is not Decision.KEPT
+
+
+def test_a_config_that_was_tried_is_a_duplicate(drive: Callable[..., Drive]) -> None:
+    """A discarded config proposed again costs nothing."""
+    night = drive(WORSE, WORSE)
+    night.run()
+    assert night.past()[1].state is ProposalState.DUPLICATE
+    assert "proposal 1" in str(night.past()[1].reason)
+
+
+def test_running_out_of_memory_is_repaired_and_part_of_what_is_kept(drive: Callable[..., Drive]) -> None:
+    """The repaired config has a trial row of its own and stands in the lineage."""
+    night = drive(BETTER)
+    night.launcher.spoil = fails(
+        lambda job: job.config.optim.learning_rate == 3e-3 and job.config.batch.per_device == 16, OUT_OF_MEMORY
+    )
+    night.run()
+    roles = [role for role, _, _ in night.trials()]
+    assert roles.count(Role.REPAIR) == 1
+    with Reader(night.paths.ledger) as reader:
+        best = reader.incumbent()
+    assert best is not None
+    assert dict(best.diff) == BETTER | {"batch.per_device": 8, "batch.accumulation": 2}
+
+
+def test_failures_in_a_row_bring_the_canary_and_a_good_one_goes_on(drive: Callable[..., Drive]) -> None:
+    """Three failed proposals in a row: the baseline runs again; it works, so the search goes on."""
+    rates = [{"optim.learning_rate": rate} for rate in (5e-3, 6e-3, 7e-3, 4e-4)]
+    night = drive(*rates)
+    night.launcher.spoil = fails(lambda job: job.config.optim.learning_rate >= 5e-3, CRASHED)
+    assert night.run().exit_code == 0
+    assert (Role.CANARY, TrialState.SCORED, 3) in night.trials()
+    assert [past.state for past in night.past()] == [ProposalState.DECIDED] * 4
+
+
+def test_a_dead_canary_pauses_the_search_with_the_reason(drive: Callable[..., Drive]) -> None:
+    """If the baseline fails as well, the machine is at fault: exit 3, and the next run starts with the canary."""
+    night = drive(*[{"optim.learning_rate": rate} for rate in (5e-3, 6e-3, 7e-3, 4e-4)])
+    broken = [True]
+    seen = []
+
+    def spoil(job: TrainJob | ScoreJob) -> Failed | None:
+        seen.append(job)
+        return CRASHED if broken[0] and len(seen) > 6 and isinstance(job, TrainJob) else None
+
+    night.launcher.spoil = spoil
+    stopped = night.run()
+    assert stopped.exit_code == 3
+    assert "canary failed" in stopped.reason
+    broken[0] = False
+    assert night.run().exit_code == 0
+    assert (Role.CANARY, TrialState.SCORED, 3) in night.trials()
+
+
+def test_limits_are_totals_over_restarts(drive: Callable[..., Drive]) -> None:
+    """`--trials 4` twice is four trials; the proposal that was running goes on with the next allowance."""
+    night = drive(BETTER)
+    assert "4 of 4" in night.run(Limits(trials=4)).reason
+    assert len(night.trials()) == 4
+    night.run(Limits(trials=4))
+    assert len(night.trials()) == 4
+    assert night.past()[0].state is ProposalState.RUNNING
+    night.run()
+    assert night.past()[0].state is ProposalState.DECIDED
+
+
+def test_the_owner_stops_queues_and_goes_on(drive: Callable[..., Drive]) -> None:
+    """A stop from outside ends the run with exit 0, a hand proposal goes before what the proposer says."""
+    night = drive(WORSE)
+    inbox.post(night.paths, inbox.Stop())
+    assert night.run() == Stopped(reason="the owner asked to stop", exit_code=0)
+    inbox.post(
+        night.paths, inbox.Propose(proposal=Proposal(diff=BETTER, source="hand", rationale="mine", watch="loss"))
+    )
+    night.run()
+    assert [past.proposal.source for past in night.past()] == ["hand"]
+    assert not list(night.paths.inbox.glob("*.json"))
+
+
+def test_an_interrupted_trial_runs_again(drive: Callable[..., Drive]) -> None:
+    """The same config and seed, once more, and the interrupted row stays."""
+    night = drive()
+    stop = Failed(state=TrialState.INTERRUPTED, error_class="Stopped", error_text="by its driver")
+    seen = []
+
+    def spoil(job: TrainJob | ScoreJob) -> Failed | None:
+        seen.append(job)
+        if len(seen) == 3:
+            inbox.post(night.paths, inbox.Stop())
+            return stop
+        return None
+
+    night.launcher.spoil = spoil
+    with contextlib.suppress(Ended):
+        night.run()
+    night.run()
+    assert night.trials() == [
+        (Role.BASELINE, TrialState.SCORED, 0),
+        (Role.BASELINE, TrialState.INTERRUPTED, 1),
+        (Role.BASELINE, TrialState.SCORED, 1),
+        (Role.BASELINE, TrialState.SCORED, 2),
+    ]
+
+
+def test_a_changed_policy_stops_the_search_and_is_named(drive: Callable[..., Drive]) -> None:
+    """The seal is looked at before each trial, not only at the start."""
+    night = drive(BETTER)
+
+    def tamper(job: TrainJob | ScoreJob) -> None:
+        if isinstance(job, ScoreJob):
+            night.paths.policy_toml.write_text(night.paths.policy_toml.read_text() + "# more\n")
+
+    night.launcher.spoil = tamper
+    stopped = night.run()
+    assert stopped.exit_code == 1
+    assert "policy.toml" in stopped.reason
+
+
+# --- dying anywhere ----------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The driver dies here."""
+
+
+class Brittle(Ledger):
+    """Dies around its n-th outermost change: just before it is made, or just after."""
+
+    countdown = 0
+    after = False
+    depth = 0
+
+    @contextlib.contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Make the change, or die."""
+        outermost = self.depth == 0
+        type(self).countdown -= outermost
+        dies = outermost and type(self).countdown == 0
+        if dies and not self.after:
+            raise Killed
+        self.depth += 1
+        try:
+            with super().atomic():
+                yield
+        finally:
+            self.depth -= 1
+        if dies:
+            raise Killed
+
+
+def facts(drive: Drive) -> tuple[object, ...]:
+    """Return what must be the same however often the driver died."""
+    with Reader(drive.paths.ledger) as reader:
+        assert reader.invariants() == []
+        scored = [(t.config.digest, t.seed, t.score) for t in reader.trials() if t.score is not None]
+        assert len(scored) == len(set(scored))
+        decisions = [
+            (past.number, past.state, past.config and past.config.digest, past.verdict and past.verdict.decision)
+            for past in reader.past()
+        ]
+        lineage = [(standing.node, standing.config.digest) for standing in reader.lineage()]
+    return sorted(scored), decisions, lineage
+
+
+def death_at(drive: Drive, pristine: Path, countdown: int, *, after: bool) -> bool:
+    """Let a driver die around its n-th change and another one finish; tell whether the first died at all."""
+    shutil.rmtree(drive.paths.root)
+    shutil.copytree(pristine, drive.paths.root)
+    Brittle.countdown, Brittle.after = countdown, after
+    try:
+        drive.run(ledger_class=Brittle.open)
+    except Killed:
+        drive.run()
+        return True
+    return False
+
+
+def spoiled(config: TrialConfig) -> bool:
+    return config.optim.learning_rate == 3e-3 and config.batch.per_device == 16
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("start", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_dying_at_any_change_of_the_ledger_costs_nothing(
+    drive: Callable[..., Drive], tmp_path: Path, start: int, after: bool
+) -> None:
+    """Whatever the line, the next driver comes to the same trials, verdicts and lineage as one that lived."""
+    night = drive(WORSE, BETTER, BETTER)
+    night.launcher.spoil = fails(lambda job: spoiled(job.config), OUT_OF_MEMORY)
+    pristine = tmp_path / "pristine"
+    shutil.copytree(night.paths.root, pristine)
+    night.run()
+    expected = facts(night)
+    countdown = start
+    while death_at(night, pristine, countdown, after=after):
+        assert facts(night) == expected, f"died at change {countdown}"
+        countdown += 3
+    assert countdown > 20
