@@ -154,6 +154,19 @@ def read(source: Source) -> Reading:
     return reading
 
 
+def readable_bytes(source: Source) -> int:
+    """Return the size of the files that `read` would read, without reading them; `SourceError` as there."""
+    try:
+        if not source.path.is_dir():
+            return source.path.stat().st_size
+        files = [path for path in _files(source.path) if _taken_as(source, path, chosen=False)]
+        return sum(path.stat().st_size for path in files)
+    except OSError as error:
+        raise SourceError(
+            f"source {source.name}: {error.filename or source.path} cannot be read: {error.strerror}"
+        ) from error
+
+
 def _files(folder: Path) -> Iterator[Path]:
     """Yield regular files in a fixed order; links to folders are not followed, so there are no loops."""
 
@@ -170,19 +183,25 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _read_file(source: Source, path: Path, where: str, reading: Reading, *, chosen: bool) -> None:
     """Read one file. ``chosen`` files were named by a person, the others were found in a folder."""
+    match _taken_as(source, path, chosen=chosen):
+        case "rows":
+            _read_rows(source, path, where, reading)
+        case "text":
+            _read_text(source, path, where, reading)
+        case None:
+            reading.other_files[path.suffix.lower() or "no suffix"] += 1
+
+
+def _taken_as(source: Source, path: Path, *, chosen: bool) -> Literal["rows", "text"] | None:
+    """Tell how a file is read, or that it is not, from its name and the source's format."""
     suffix = path.suffix.lower()
     jsonl = suffix in JSONL_SUFFIXES or (suffix == ".json" and (chosen or source.format == "jsonl"))
     text = suffix in TEXT_SUFFIXES or (chosen and not jsonl)
-    if source.format == "jsonl" and (jsonl or chosen):
-        _read_rows(source, path, where, reading)
-    elif source.format == "text" and (text or chosen):
-        _read_text(source, path, where, reading)
-    elif source.format == "auto" and jsonl:
-        _read_rows(source, path, where, reading)
-    elif source.format == "auto" and text:
-        _read_text(source, path, where, reading)
-    else:
-        reading.other_files[suffix or "no suffix"] += 1
+    if source.format == "jsonl":
+        return "rows" if jsonl or chosen else None
+    if source.format == "text":
+        return "text" if text or chosen else None
+    return "rows" if jsonl else "text" if text else None
 
 
 def _read_text(source: Source, path: Path, where: str, reading: Reading) -> None:

@@ -11,7 +11,6 @@ import errno
 import os
 import re
 import shutil
-import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frozen.corpus import SplitSizes
-from frozen.formats import Source
+from frozen.formats import Source, SourceError, readable_bytes
 from frozen.timer import Budget
 from frozen.tokens import Prepared, prepare
 from harness import disk, files, origin
@@ -193,14 +192,17 @@ def _sources(data: tuple[str, ...]) -> tuple[list[DataSource], int]:
     for text in data:
         name, path = named(text, {source.name for source in sources})
         try:
-            status = Path(path).stat()
+            Path(path).stat()
         except (OSError, ValueError) as error:
             raise BadInput(f"there is no readable file or folder {path!r}") from error
         try:
             sources.append(DataSource(name=name, path=path))
         except ValueError as error:
             raise BadInput(f"{name!r} cannot be the name of a source: letters, digits, dash, underscore") from error
-        total += disk.used_bytes(Path(path)) if stat.S_ISDIR(status.st_mode) else status.st_size
+        try:
+            total += readable_bytes(Source(name=name, path=Path(path)))
+        except SourceError as error:
+            raise BadInput(str(error)) from error
     return sources, total
 
 

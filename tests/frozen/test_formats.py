@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frozen.formats import Document, Format, Source, SourceError, read
+from frozen.formats import Document, Format, Source, SourceError, read, readable_bytes
 
 
 def texts(path: Path, file_format: Format = "auto") -> list[str]:
@@ -160,3 +160,15 @@ def test_json_lines_round_trip(tmp_path: Path, written: list[str]) -> None:
     visible = [text for text in written if text.lstrip("\ufeff").strip()]
     if visible:
         assert texts(path) == visible
+
+
+def test_only_what_would_be_read_counts_for_the_size(tmp_path: Path) -> None:
+    """Bytecode and pictures beside the text do not make a small source look big."""
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_bytes(b"\0" * 5000)
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    assert readable_bytes(Source("s", tmp_path)) == 6 + 14
+    assert readable_bytes(Source("s", tmp_path / "a.py")) == 6
+    with pytest.raises(SourceError, match="cannot be read"):
+        readable_bytes(Source("s", tmp_path / "nothing"))
