@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import TrialConfig, Value, apply, unflatten
+from harness.config import TrialConfig, Value, apply
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
 from harness.records import (
@@ -26,31 +26,21 @@ from harness.records import (
     Verdict,
 )
 from harness.rows import Ending, NewNode, StudyRow
+from samples import BASE
 
 BYTES, TOKENS, NOISE = 180_000, 60_000, 0.006
 CLOCK = datetime.datetime(2026, 11, 29, 23, 0, tzinfo=datetime.UTC)
-OWNERS: dict[str, Value] = {
-    "optim.learning_rate": 3e-4,
-    "optim.weight_decay": 0.1,
-    "optim.beta1": 0.9,
-    "optim.beta2": 0.999,
-    "optim.epsilon": 1e-8,
-    "optim.max_grad_norm": 1.0,
-    "schedule.shape": "cosine",
-    "schedule.warmup_fraction": 0.1,
-    "schedule.decay_fraction": 1.0,
-    "schedule.final_rate_fraction": 0.1,
-    "batch.per_device": 16,
-    "batch.accumulation": 1,
-    "batch.sequence_length": 256,
-    "model.depth": 4,
-    "model.width": 128,
-    "model.heads": 4,
-    "model.attention_dropout": 0.0,
-    "sampling.fraction": 1.0,
-    "sampling.order": "shuffled",
-    "precision": "fp32",
-}
+OWNERS = apply(
+    BASE,
+    {
+        "optim.beta2": 0.999,
+        "batch.per_device": 16,
+        "batch.sequence_length": 256,
+        "model.depth": 4,
+        "model.width": 128,
+        "model.heads": 4,
+    },
+)
 # (source, diff, true score, why, what to watch): a true score below the incumbent's by enough is kept.
 STORY: list[tuple[str, dict[str, Value], float | TrialState, str, str]] = [
     ("rules", {"optim.learning_rate": 9e-4}, 2.61, "A short budget wants a higher rate.", "loss in the first tenth"),
@@ -100,7 +90,7 @@ class Night:
 
     def play(self, story: list[tuple[str, dict[str, Value], float | TrialState, str, str]]) -> None:
         self.ledger.event("run_began", "driver 4711 began", {"pid": 4711})
-        self.config, self.node, self.level = unflatten(OWNERS), 0, 2.75
+        self.config, self.node, self.level = OWNERS, 0, 2.75
         self.replicates = 3
         for replicate in range(3):
             trial = self.trial(None, Role.BASELINE, self.config, replicate, self.level)

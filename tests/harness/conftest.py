@@ -6,34 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import TrialConfig, Value, apply, unflatten
+from harness.config import TrialConfig, Value, apply
 from harness.paths import StudyPaths
 from harness.records import Past, Proposal, ProposalState, Role, Trial, TrialState
-
-BASE = unflatten(
-    {
-        "optim.learning_rate": 3e-4,
-        "optim.weight_decay": 0.1,
-        "optim.beta1": 0.9,
-        "optim.beta2": 0.95,
-        "optim.epsilon": 1e-8,
-        "optim.max_grad_norm": 1.0,
-        "schedule.shape": "cosine",
-        "schedule.warmup_fraction": 0.1,
-        "schedule.decay_fraction": 1.0,
-        "schedule.final_rate_fraction": 0.1,
-        "batch.per_device": 8,
-        "batch.accumulation": 1,
-        "batch.sequence_length": 128,
-        "model.depth": 2,
-        "model.width": 64,
-        "model.heads": 2,
-        "model.attention_dropout": 0.0,
-        "sampling.fraction": 1.0,
-        "sampling.order": "shuffled",
-        "precision": "fp32",
-    }
-)
+from samples import BASE
 
 
 @pytest.fixture

@@ -5,12 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import (
-    Batch,
     Knob,
-    Model,
-    Optim,
     Sampling,
-    Schedule,
     SourceWeight,
     TrialConfig,
     apply,
@@ -20,19 +16,12 @@ from harness.config import (
     unflatten,
 )
 from harness.errors import BadValue, UnknownKnob
+from samples import BASE
 
 
 def config(**changes: object) -> TrialConfig:
     """Return a small valid config with some knobs turned."""
-    base = TrialConfig(
-        optim=Optim(learning_rate=3e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, max_grad_norm=1.0),
-        schedule=Schedule(shape="cosine", warmup_fraction=0.1, decay_fraction=1.0, final_rate_fraction=0.1),
-        batch=Batch(per_device=8, accumulation=1, sequence_length=128),
-        model=Model(depth=2, width=64, heads=2, attention_dropout=0.0),
-        sampling=Sampling(fraction=1.0, order="shuffled"),
-        precision="fp32",
-    )
-    return apply(base, changes)  # type: ignore[arg-type]
+    return apply(BASE, changes)  # type: ignore[arg-type]
 
 
 configs = st.builds(

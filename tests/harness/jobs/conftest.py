@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from frozen.tokens import write_split
-from harness.config import TrialConfig, unflatten
+from harness.config import TrialConfig, apply
 from harness.jobs.job import EvalSettings, ScoreJob, TrainJob
+from samples import BASE
 
 VOCABULARY = 64
 NAUGHTY = Path(__file__).parent / "naughty.py"
@@ -21,29 +22,16 @@ NAUGHTY = Path(__file__).parent / "naughty.py"
 @pytest.fixture(scope="session")
 def config() -> TrialConfig:
     """Two small blocks, with dropout so that random numbers matter."""
-    return unflatten(
+    return apply(
+        BASE,
         {
             "optim.learning_rate": 1e-2,
-            "optim.weight_decay": 0.1,
-            "optim.beta1": 0.9,
-            "optim.beta2": 0.95,
-            "optim.epsilon": 1e-8,
-            "optim.max_grad_norm": 1.0,
-            "schedule.shape": "cosine",
-            "schedule.warmup_fraction": 0.1,
-            "schedule.decay_fraction": 1.0,
-            "schedule.final_rate_fraction": 0.1,
             "batch.per_device": 4,
             "batch.accumulation": 2,
             "batch.sequence_length": 32,
-            "model.depth": 2,
             "model.width": 32,
-            "model.heads": 2,
             "model.attention_dropout": 0.1,
-            "sampling.fraction": 1.0,
-            "sampling.order": "shuffled",
-            "precision": "fp32",
-        }
+        },
     )
 
 

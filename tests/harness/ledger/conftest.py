@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import Diff, TrialConfig, apply, unflatten
+from harness.config import Diff, TrialConfig, apply
 from harness.ledger import Ledger
 from harness.queries import Reader
 from harness.records import CurvePoint, Decision, Failed, Proposal, Role, Scored, Trained, TrialState, Verdict
 from harness.rows import Ending, NewNode, StudyRow
+from samples import BASE
 
 BUDGET = "200000tok"
 SEAL = "5" * 64
@@ -163,30 +164,7 @@ def study_row() -> StudyRow:
 @pytest.fixture
 def config() -> TrialConfig:
     """Return the baseline's config."""
-    return unflatten(
-        {
-            "optim.learning_rate": 3e-4,
-            "optim.weight_decay": 0.1,
-            "optim.beta1": 0.9,
-            "optim.beta2": 0.95,
-            "optim.epsilon": 1e-8,
-            "optim.max_grad_norm": 1.0,
-            "schedule.shape": "cosine",
-            "schedule.warmup_fraction": 0.1,
-            "schedule.decay_fraction": 1.0,
-            "schedule.final_rate_fraction": 0.1,
-            "batch.per_device": 16,
-            "batch.accumulation": 1,
-            "batch.sequence_length": 128,
-            "model.depth": 2,
-            "model.width": 64,
-            "model.heads": 2,
-            "model.attention_dropout": 0.0,
-            "sampling.fraction": 1.0,
-            "sampling.order": "shuffled",
-            "precision": "fp32",
-        }
-    )
+    return apply(BASE, {"batch.per_device": 16})
 
 
 @pytest.fixture

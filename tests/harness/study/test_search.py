@@ -297,8 +297,11 @@ def spoiled(config: TrialConfig) -> bool:
     return config.optim.learning_rate == 3e-3 and config.batch.per_device == 16
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("start", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+QUICK = [pytest.param(3, False)]
+THOROUGH = [pytest.param(start, after, marks=pytest.mark.slow) for start in (1, 2, 3) for after in (False, True)]
+
+
+@pytest.mark.parametrize(("start", "after"), QUICK + THOROUGH)
 def test_dying_at_any_change_of_the_ledger_costs_nothing(
     drive: Callable[..., Drive], tmp_path: Path, start: int, after: bool
 ) -> None:
