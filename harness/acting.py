@@ -9,9 +9,9 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness.config import Value
+from harness.config import Value, difference
 from harness.errors import BadInput, BadValue, CheckFailed, WrongUse
 from harness.inbox import Message, Pause, Propose, Resume, Stop, post
 from harness.limits import Limits
@@ -31,22 +31,44 @@ DEMO_PROPOSALS = 10
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Make a study."""
+    """Make a study, from scratch or with what an earlier one found."""
     from harness import study
 
     out = console()
+    wanted: dict[str, Any] = {name: getattr(arguments, name) for name in ("policy", "data", "budget")}
+    baseline = assignments(arguments.knobs)
+    if arguments.origin is not None:
+        inherited, best = _inherited(study.load(chosen(arguments.origin).root), same_data=not arguments.data)
+        wanted = inherited | {name: value for name, value in wanted.items() if value}
+        baseline = best | baseline
+    for name, value in wanted.items():
+        if value is None or value == []:
+            raise BadInput(f"a new study needs --{name}, or --from a study that has one")
     made = study.create(
-        arguments.study,
-        policy=arguments.policy,
-        data=arguments.data,
-        budget=arguments.budget,
-        task=arguments.task,
-        model=arguments.model,
-        baseline=assignments(arguments.knobs),
-        progress=out.print,
+        arguments.study, task=arguments.task, model=arguments.model, baseline=baseline, progress=out.print, **wanted
     )
     out.print(f"Study {made.name} is made in {made.paths.root}. `overnight run {arguments.study}` starts the search.")
     return 0
+
+
+def _inherited(old: Study, *, same_data: bool) -> tuple[dict[str, Any], dict[str, Value]]:
+    """Return what a study asked for, and its best config as knobs that differ from its policy's defaults.
+
+    On the same data the evaluation stays what it was. The old seal is not asked: after an upgrade it is broken, and
+    this is the way on.
+    """
+    with Reader(old.paths.ledger) as reader:
+        incumbent = reader.incumbent()
+    best = incumbent.config if incumbent is not None else old.baseline
+    asked = old.file.study
+    wanted: dict[str, Any] = {
+        "policy": str(old.paths.policy_toml),
+        "data": [f"{source.name}={source.path}" for source in asked.data],
+        "budget": asked.budget,
+    }
+    if same_data:
+        wanted |= {"evaluation": old.file.eval, "vocabulary": asked.vocabulary}
+    return wanted, difference(old.policy.baseline({}), best)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -116,9 +116,10 @@ def _add(commands: _Commands, name: str, where: str, text: str) -> argparse.Argu
 def _search_commands(commands: _Commands) -> None:
     command = _add(commands, "init", "harness.acting:init", "make a study: prepare and seal the data")
     command.add_argument("study", metavar="STUDY")
-    command.add_argument("--policy", required=True, metavar="P", help="name under policies/ (demo, pretrain) or a path")
-    command.add_argument("--data", required=True, nargs="+", metavar="SRC", help="files or folders; or NAME=PATH")
-    command.add_argument("--budget", required=True, metavar="B", help="of each trial: 300s, 2Mtok, 5e12flop")
+    command.add_argument("--from", dest="origin", metavar="OLD", help="a study whose best config is the new baseline")
+    command.add_argument("--policy", metavar="P", help="name under policies/ (demo, pretrain) or a path")
+    command.add_argument("--data", nargs="+", default=[], metavar="SRC", help="files or folders; or NAME=PATH")
+    command.add_argument("--budget", metavar="B", help="of each trial: 300s, 2Mtok, 5e12flop")
     command.add_argument("--task", default="pretrain", help="what is trained for (default: %(default)s)")
     command.add_argument("--model", default="fresh", help="what is trained (default: %(default)s, a new model)")
     _knobs(command, "your current config, where it differs from the policy's defaults")

@@ -302,7 +302,8 @@ class Seal:
         if found:
             raise SealBroken(
                 f"the seal of {self._paths.name} is broken: {_sentence(found)}. Scores from before and after cannot be"
-                " compared: put back what was sealed, or start a new study with `overnight init`"
+                " compared: put back what was sealed, or go on with what was found in a new study:"
+                f" `overnight init NEW --from {self._paths.name}`"
             )
         return self.digest
 
