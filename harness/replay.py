@@ -316,13 +316,13 @@ def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = Fals
         _signals_interrupt(),
         Ledger.open(study.paths.ledger) as ledger,
         Reader(study.paths.ledger) as reader,
-        Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher,
     ):
-        recover(study.mark, ledger, reader)
-        runner = Replay(study, ledger, reader, launcher, view)
-        if budget is None:
-            return Replayed(reproduction=runner.reproduce(), full=None)
-        return Replayed(reproduction=runner.reproduced(), full=runner.full_run(budget))
+        recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
+        with Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher:
+            runner = Replay(study, ledger, reader, launcher, view)
+            if budget is None:
+                return Replayed(reproduction=runner.reproduce(), full=None)
+            return Replayed(reproduction=runner.reproduced(), full=runner.full_run(budget))
 
 
 def budget_of_epochs(study: Study, epochs: float) -> Budget:
