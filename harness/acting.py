@@ -23,7 +23,7 @@ from harness.records import Proposal
 
 if TYPE_CHECKING:
     from frozen.timer import Budget
-    from harness.replay import FullRun, Reproduction
+    from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
 
 DEMO_PROPOSALS = 10

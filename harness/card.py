@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from harness.config import flatten
+from harness.fullrun import FullRun
 from harness.queries import Reader
 from harness.records import BASELINE
 from harness.study import Study
-
-if TYPE_CHECKING:  # a replay writes its card, so it imports this module
-    from harness.replay import FullRun
 
 
 def model_card(study: Study, reader: Reader, run: FullRun) -> str:

@@ -15,8 +15,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, fields, replace
 from types import FrameType
 from typing import Literal
 
@@ -28,6 +27,7 @@ from harness import checkpoints
 from harness.card import model_card
 from harness.errors import CheckFailed, WrongUse
 from harness.files import link_tree, write_whole
+from harness.fullrun import FullRun, FullScores, Replayed, Reproduction
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.locks import device_lock, driver_lock
@@ -50,57 +50,6 @@ SECONDS_PER_DAY = 86_400.0
 REPRODUCED = "reproduced"
 """Kind of the event that a reproduction leaves."""
 Who = Literal["best", "baseline"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reproduction:
-    """One more seed of the incumbent at the search's budget, against what the ledger says."""
-
-    trial: int
-    score: float
-    expected: float
-    """Mean of the incumbent's replicates."""
-    tolerance: float
-    """Half width of the prediction interval for one more trial."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the score lies within the interval."""
-        return abs(self.score - self.expected) <= self.tolerance
-
-    def __str__(self) -> str:
-        return f"{self.score:.4f} on a fresh seed, {self.expected:.4f} ± {self.tolerance:.4f} expected"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FullScores:
-    """What a full run came to on the two splits."""
-
-    trial: int
-    val: float
-    val_perplexity: float | None
-    holdout: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FullRun:
-    """The best lineage and the baseline under one budget."""
-
-    budget: str
-    node: int
-    best: FullScores
-    baseline: FullScores
-    model: Path
-    """Folder that ``from_pretrained`` loads."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replayed:
-    """What a replay came to."""
-
-    reproduction: Reproduction
-    full: FullRun | None
-    """None unless a budget was given."""
 
 
 class Replay:

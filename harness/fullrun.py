@@ -1,0 +1,57 @@
+"""What a replay comes to: values that the model card, the command line and the tests read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reproduction:
+    """One more seed of the incumbent at the search's budget, against what the ledger says."""
+
+    trial: int
+    score: float
+    expected: float
+    """Mean of the incumbent's replicates."""
+    tolerance: float
+    """Half width of the prediction interval for one more trial."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the score lies within the interval."""
+        return abs(self.score - self.expected) <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"{self.score:.4f} on a fresh seed, {self.expected:.4f} ± {self.tolerance:.4f} expected"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullScores:
+    """What a full run came to on the two splits."""
+
+    trial: int
+    val: float
+    val_perplexity: float | None
+    holdout: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullRun:
+    """The best lineage and the baseline under one budget."""
+
+    budget: str
+    node: int
+    best: FullScores
+    baseline: FullScores
+    model: Path
+    """Folder that ``from_pretrained`` loads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What a replay came to."""
+
+    reproduction: Reproduction
+    full: FullRun | None
+    """None unless a budget was given."""
