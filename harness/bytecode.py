@@ -53,7 +53,10 @@ def _fault_of(code: bytes, text: bytes, source: Path, level: int) -> str | None:
         found = marshal.loads(code)
     except (EOFError, ValueError, TypeError):
         return "is not readable bytecode"
-    expected = compile(text, str(source), "exec", dont_inherit=True, optimize=level)
+    try:
+        expected = compile(text, str(source), "exec", dont_inherit=True, optimize=level)
+    except (SyntaxError, ValueError):  # the source has changed, which its own digest says; null bytes are a ValueError
+        return f"is not the compiled {source.name}"
     same = isinstance(found, CodeType) and _is_same(found, expected)
     return None if same else f"is not the compiled {source.name}"
 

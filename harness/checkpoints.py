@@ -22,14 +22,15 @@ from harness.paths import StudyPaths
 _ASIDE = ".aside-"
 
 
-def digest_of(folder: Path) -> str:
-    """Return the digest of a model folder: SHA-256 over the names and digests of all its files.
+def digest_of(folder: Path, *, besides: Collection[str] = ()) -> str:
+    """Return the digest of a model folder: SHA-256 over the names and digests of all its files but ``besides``.
 
     `CheckFailed` if it is no folder, is empty, or holds links or devices.
     """
     if folder.is_symlink() or not folder.is_dir():
         raise CheckFailed(f"there is no model folder {folder}")
-    files = {name.as_posix(): sha256_of(folder / name) for name in regular_files(folder)}
+    names = [name for name in regular_files(folder) if name.as_posix() not in besides]
+    files = {name.as_posix(): sha256_of(folder / name) for name in names}
     if not files:
         raise CheckFailed(f"the model folder {folder} is empty")
     return hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

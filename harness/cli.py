@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
+    except SyntaxError as error:  # a module of ours was changed so that it cannot even be imported
+        return _fail(f"{error.filename}, line {error.lineno}, does not parse: the program has changed", 1)
     except BrokenPipeError:  # `overnight ledger | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 from harness import disk
+from harness.jobs.sandbox import system_paths
 from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
@@ -37,8 +39,19 @@ def expectations(study: Study, reader: Reader, tier: str, limits: Limits) -> lis
         lines.append("WARNING: no sandbox on this kernel. Jobs run unconfined; every row is stamped `plain`.")
     else:
         lines.append(f"Sandbox: {tier}; a job writes to its own folder only, without network and without keys.")
+    readable = [source.name for source in study.file.study.data if is_readable_by_jobs(Path(source.path))]
+    if readable:
+        lines.append(
+            f"Note: the text of {', '.join(readable)} lies where every Python process reads (the interpreter or the"
+            " system): a job could read its val documents there. Keep data elsewhere to close that."
+        )
     lines.append("Nothing leaves this machine and nothing is spent: the proposer works offline.")
     return lines
+
+
+def is_readable_by_jobs(source: Path) -> bool:
+    """Tell whether a source lies inside what the sandbox leaves readable: interpreter, packages, system."""
+    return any(source.resolve().is_relative_to(folder.resolve()) for folder in system_paths())
 
 
 def _extent(limits: Limits, done: int, seconds: float | None) -> str:

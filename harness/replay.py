@@ -49,6 +49,8 @@ AGREEMENT = 0.99
 SECONDS_PER_DAY = 86_400.0
 REPRODUCED = "reproduced"
 """Kind of the event that a reproduction leaves."""
+CARD = "README.md"
+"""Written into the model folder after it was scored, so no part of its digest."""
 Who = Literal["best", "baseline"]
 
 
@@ -124,7 +126,7 @@ class Replay:
             model=self._paths("best", incumbent, budget).model,
         )
         card = model_card(self.study, self.reader, run)
-        write_whole(run.model / "README.md", card)
+        write_whole(run.model / CARD, card)
         return run
 
     def _full_scores(self, who: Who, standing: Standing, budget: Budget) -> FullScores:
@@ -136,9 +138,15 @@ class Replay:
             self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}.")
             trial = self._trial(standing, budget, FULL_RUN_REPLICATE, paths, resumable=True)
         assert trial.score is not None
+        self._check_model(trial, paths)
         shutil.rmtree(paths.train, ignore_errors=True)  # left by a death between closing the row and cleaning up
         holdout = self._holdout(trial, paths)
         return FullScores(trial=trial.id, val=trial.score, val_perplexity=trial.perplexity, holdout=holdout)
+
+    def _check_model(self, trial: Trial, paths: ReplayPaths) -> None:
+        """Refuse a model folder whose files are not those that the trial's score belongs to; its card may change."""
+        if checkpoints.digest_of(paths.model, besides=(CARD,)) != trial.checkpoint_digest:
+            raise CheckFailed(f"the model in {paths.model} is not the one that trial {trial.id} scored")
 
     def _holdout(self, trial: Trial, paths: ReplayPaths) -> float:
         """Look at the holdout once; later calls get the number that the ledger has."""

@@ -6,6 +6,8 @@ It is read by the job that wrote it and by nobody else, and holds tensors and pl
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -60,14 +62,18 @@ def save(
 
 
 def load(job: TrainJob) -> Resume | None:
-    """Return where an earlier run of this job stopped, None if there was none.
+    """Return where an earlier run of this job stopped, None if there was none or its file is damaged (the log says so).
 
     `ValueError` if the file is of another config, seed or budget.
     """
     path = job.folder / _FILE
     if not path.exists():
         return None
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:  # a disk that lost what it had acknowledged
+        sys.stderr.write(f"{path} cannot be read ({error}): training starts over\n")
+        return None
     if state["identity"] != _identity(job):
         raise ValueError(f"{path} belongs to another config, seed or budget: remove it to train from the start")
     return Resume(**{field.name: state[field.name] for field in fields(Resume)})

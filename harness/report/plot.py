@@ -83,7 +83,7 @@ def _range(facts: Facts) -> tuple[float, float]:
 
 def _incumbent(figure: go.Figure, facts: Facts) -> None:
     """Draw the incumbent's mean as steps, with the noise band of a single trial around it."""
-    if not facts.trials:
+    if not facts.trials or not facts.lineage:
         return
     starts = [_reign(facts, standing.node) for standing in facts.lineage]
     edges = [*starts[1:], facts.trials[-1].id + 0.5]

@@ -161,3 +161,14 @@ def test_a_study_without_a_baseline_cannot_be_replayed(night: Night) -> None:
     """There is nothing to replay before the first trial."""
     with pytest.raises(WrongUse, match="no baseline yet"):
         replay_of(night).reproduce()
+
+
+def test_a_model_that_was_swapped_does_not_look_at_the_holdout(won: Night) -> None:
+    """The score of a row belongs to the files that were scored: other files are refused before the holdout is read."""
+    run = replay_of(won).full_run(LONG)
+    looks_before = len(looks(won))
+    assert replay_of(won).full_run(LONG) == run
+    (run.model / "model.safetensors").write_text("1.0")
+    with pytest.raises(CheckFailed, match="is not the one that trial"):
+        replay_of(won).full_run(LONG)
+    assert len(looks(won)) == looks_before
