@@ -174,7 +174,7 @@ def _files(folder: Path) -> Iterator[Path]:
         raise error
 
     for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if _is_looked_into(Path(root, name)))
         for name in sorted(names):
             path = Path(root, name)
             if not name.startswith(".") and path.is_file():
@@ -190,6 +190,16 @@ def _read_file(source: Source, path: Path, where: str, reading: Reading, *, chos
             _read_text(source, path, where, reading)
         case None:
             reading.other_files[path.suffix.lower() or "no suffix"] += 1
+
+
+def _is_looked_into(folder: Path) -> bool:
+    """Tell whether a folder may hold text of the owner's.
+
+    Hidden folders and bytecode do not, and neither does the folder of a study: else one study's held-out text would
+    be the next one's source, and the same command would read something else every time.
+    """
+    is_study = (folder / "study.toml").is_file() and (folder / "ledger.db").is_file()
+    return not (folder.name.startswith(".") or folder.name == "__pycache__" or is_study)
 
 
 def _taken_as(source: Source, path: Path, *, chosen: bool) -> Literal["rows", "text"] | None:

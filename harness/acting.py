@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config import Value, difference
+from pydantic import ValidationError
+
+from harness.config import Value, difference, explain
 from harness.errors import BadInput, BadValue, CheckFailed, WrongUse
 from harness.inbox import Message, Pause, Propose, Resume, Stop, post
 from harness.limits import Limits
@@ -147,7 +150,12 @@ def propose(arguments: argparse.Namespace) -> int:
     diff = assignments(arguments.knobs)
     known = [made.policy.knobs[name].watch for name in diff if name in made.policy.knobs]
     watch = arguments.watch or "; ".join(known)
-    proposal = Proposal(diff=diff, source="hand", rationale=arguments.why, watch=watch, parent=arguments.parent)
+    if not arguments.why.strip():
+        raise BadValue("--why is empty: the ledger keeps a reason for every proposal")
+    try:
+        proposal = Proposal(diff=diff, source="hand", rationale=arguments.why, watch=watch, parent=arguments.parent)
+    except ValidationError as error:
+        raise BadValue(explain(error)) from error
     with Reader(made.paths.ledger) as reader:
         nodes = {standing.node: standing.config for standing in reader.lineage()}
         incumbent = reader.incumbent()
@@ -185,6 +193,8 @@ def assignments(texts: list[str]) -> dict[str, Value]:
             value = json.loads(raw)
         except ValueError:
             value = raw
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadValue(f"{name} = {raw} is not a finite number")
         diff[name] = value if isinstance(value, bool | int | float | str) else raw
     return diff
 
@@ -292,6 +302,8 @@ def report(arguments: argparse.Namespace) -> int:
     target = Path(arguments.output) if arguments.output is not None else paths.report_html
     if not target.parent.is_dir():
         raise BadInput(f"cannot write {target}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise BadInput(f"cannot write {target}: it is a folder, -o names a file")
     lives = driver_lives(paths)
     with Reader(paths.ledger) as reader:
         write_report(paths, reader, target, driver_lives=lives)

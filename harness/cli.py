@@ -7,6 +7,7 @@ Nothing is imported before a command needs it, so that ``--help`` and the readin
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sqlite3
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         from harness.disk import NOT_WRITABLE
 
+        if error.errno == errno.ENAMETOOLONG:
+            return _fail("a name in the command is longer than a file's can be", 2)
         if error.errno not in NOT_WRITABLE:
             raise
         return _fail(f"cannot write {error.filename or 'the study'}: {NOT_WRITABLE[error.errno]}", 2)

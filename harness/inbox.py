@@ -7,6 +7,7 @@ killed in between reads it again: a proposal that comes twice is recognised as a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -74,6 +75,8 @@ def post(paths: StudyPaths, message: Message) -> Path:
             os.fsync(file.fileno())
         aside.replace(letter)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise BadInput(f"cannot write to {paths.inbox}: {error.strerror or error}") from error
     return letter
 

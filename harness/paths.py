@@ -175,6 +175,8 @@ class StudyPaths:
 def folder_of(name_or_path: str | Path, runs: Path = RUNS) -> Path:
     """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not."""
     text = os.fspath(name_or_path)
+    if not text.strip():
+        raise BadInput("a study needs a name")
     return Path(text) if os.sep in text or text in (".", "..") else runs / text
 
 
@@ -190,6 +192,9 @@ def find(name_or_path: str | Path, runs: Path = RUNS) -> StudyPaths:
     paths = StudyPaths(folder_of(name_or_path, runs))
     if paths.study_toml.is_file() and paths.ledger.is_file():
         return paths
+    if paths.study_toml.is_file() or paths.ledger.is_file():
+        missing = paths.ledger if paths.study_toml.is_file() else paths.study_toml
+        raise BadInput(f"study {paths.name} is damaged: {missing} is missing")
     from harness.config import nearest  # only on the way to an error: who knows the way must not wait for pydantic
 
     known = names(runs)

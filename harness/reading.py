@@ -22,6 +22,10 @@ PIPED_COLUMNS = 160
 """Width where the output is no terminal: wide enough that `grep` finds a row in one line."""
 
 
+LARGEST_ROW = 2**63 - 1
+"""SQLite's largest integer."""
+
+
 def chosen(name: str | None) -> StudyPaths:
     """Return the study that a command is about: the named one, else the only one, else the only one that runs."""
     if name is not None:
@@ -93,7 +97,7 @@ def show(arguments: argparse.Namespace) -> int:
     paths, what = chosen(arguments.study), arguments.what
     with Reader(paths.ledger) as reader:
         if what[:1] in "pP" and what[1:].isdigit():
-            past = reader.proposal(int(what[1:]))
+            past = reader.proposal(_number(what[1:]))
             if arguments.json:
                 put(documents.proposal(past) | {"trials": [documents.trial(trial) for trial in past.trials]})
                 return 0
@@ -145,7 +149,15 @@ def _trial(reader: Reader, what: str) -> Trial:
         return reader.trial(standing.trial)
     if not (what.isascii() and what.isdigit()):
         raise BadInput(f"{what!r} is no trial: give its number, best or baseline (proposals: `overnight show p7`)")
-    return reader.trial(int(what))
+    return reader.trial(_number(what))
+
+
+def _number(digits: str) -> int:
+    """Return the number; `BadInput` for one that no row of a ledger can have."""
+    number = int(digits[:20])
+    if number > LARGEST_ROW:
+        raise BadInput(f"there is no number {digits[:40]}: it is larger than any row's")
+    return number
 
 
 def _print(content: RenderableType) -> None:

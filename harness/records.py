@@ -7,12 +7,13 @@ reason, never a number. Lower scores are better; a ``difference`` is candidate m
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.config import Knob, TrialConfig, Value
 
@@ -29,6 +30,18 @@ class Record(BaseModel):
 # --- proposals ---------------------------------------------------------------------------------------------------
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def _without_control(text: str) -> str:
+    """Replace what could restyle or overwrite a terminal's text, and halves of characters that no file can hold."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+Prose = Annotated[str, AfterValidator(_without_control)]
+"""Text by a person or a model, shown to people."""
+
+
 class Proposal(Record):
     """What a proposer wants tried next, and what it expects of it."""
 
@@ -36,8 +49,8 @@ class Proposal(Record):
     """Knobs to turn, by dotted name. Never the seed, the budget or the evaluation."""
     source: str
     """Which proposer made it: ``rules``, ``sampler``, ``random``, ``hand``, …"""
-    rationale: str
-    watch: str
+    rationale: Prose
+    watch: Prose
     """What to look at to know whether it works."""
     parent: int | None = None
     """Lineage node to branch from; None: the incumbent of the moment it starts."""

@@ -40,6 +40,8 @@ Say = Callable[[str], None]
 VOCABULARIES = ((2_000_000, 1024), (50_000_000, 2048), (1_000_000_000, 8192))
 """Bytes of text up to which a tokenizer of that size is trained; more text gets `LARGEST_VOCABULARY`."""
 LARGEST_VOCABULARY = 32768
+LEAST_SECONDS = 1.0
+"""How many steps fit into seconds is only known when they run; into less than this no schedule fits on any machine."""
 LARGEST_VAL_BYTES = 1 << 19
 """Half a megabyte of val: scoring stays short beside training, and the sample of text is the same for every config."""
 LARGEST_PROBE_BYTES = 1 << 15
@@ -149,6 +151,8 @@ def check(request: Request) -> Checked:
         budget = Budget.parse(request.budget)
     except ValueError as error:
         raise BadInput(str(error)) from error
+    if budget.kind == "seconds" and budget.amount < LEAST_SECONDS:
+        raise BadInput(f"a budget of {budget} is too small: a trial needs at least {LEAST_SECONDS:g} s for its steps")
     vocabulary = request.vocabulary if request.vocabulary is not None else _vocabulary(text_bytes)
     if vocabulary < SMALLEST_VOCABULARY:
         raise BadInput(
@@ -179,7 +183,8 @@ def check(request: Request) -> Checked:
 
 def _check_name(root: Path) -> None:
     if not NAME.fullmatch(root.name):
-        raise BadInput(f"{root.name!r} cannot be the name of a study: letters, digits, dot, dash and underscore")
+        name = root.name or os.fspath(root)
+        raise BadInput(f"{name!r} cannot be the name of a study: letters, digits, dot, dash and underscore")
     if root.exists() or root.is_symlink():
         raise BadInput(f"{root} is there already: choose another name, or `overnight run {root.name}` to go on with it")
 
@@ -191,6 +196,8 @@ def _sources(data: tuple[str, ...]) -> tuple[list[DataSource], int]:
     total = 0
     for text in data:
         name, path = named(text, {source.name for source in sources})
+        if not path.strip():
+            raise BadInput(f"the source {text!r} names no file or folder")
         try:
             Path(path).stat()
         except (OSError, ValueError) as error:

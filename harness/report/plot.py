@@ -177,12 +177,11 @@ def curves(facts: Facts) -> go.Figure:
                 hoverinfo=None if trial.id in marked else "skip",
             )
         )
-    seen = [
-        [p.probe_bits_per_byte for p in t.curve if p.probe_bits_per_byte is not None] for t in drawn if t.id in marked
-    ]
-    seen = [probes for probes in seen if probes]
+    probes_of = {t.id: [p.probe_bits_per_byte for p in t.curve if p.probe_bits_per_byte is not None] for t in drawn}
+    seen = [probes for trial, probes in probes_of.items() if probes and trial in marked]
     if seen:  # the first tenth falls so steeply that it would hide where the curves part
-        low, high = min(min(probes) for probes in seen), max(probes[min(1, len(probes) - 1)] for probes in seen)
+        low = min(min(probes) for probes in probes_of.values() if probes)
+        high = max(probes[min(1, len(probes) - 1)] for probes in seen)
         figure.update_yaxes(range=[low - 0.08 * (high - low), high + 0.04 * (high - low)])
     figure.update_xaxes(tickformat=".0%", range=[0, 1.02], dtick=0.2)
     return figure

@@ -56,7 +56,7 @@ def headline(facts: Facts) -> str:
     before, gain = level(facts, facts.baseline), improvement(facts)
     if before is None or gain is None:
         return "Nothing is known yet: the baseline has no score."
-    tried = words.count(len(facts.past), "proposal")
+    tried = words.count(sum(past.verdict is not None for past in facts.past), "decided proposal")
     if not kept(facts):
         yet = " yet" if facts.driver_lives else ""
         return f"No improvement is proven{yet}: {tried}, none kept."

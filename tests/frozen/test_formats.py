@@ -162,6 +162,20 @@ def test_json_lines_round_trip(tmp_path: Path, written: list[str]) -> None:
         assert texts(path) == visible
 
 
+def test_studies_and_bytecode_are_not_looked_into(tmp_path: Path) -> None:
+    """A folder that holds studies gives the same documents before and after a study was made in it."""
+    (tmp_path / "a.txt").write_text("a text")
+    study = tmp_path / "runs" / "night"
+    (study / "data" / "val").mkdir(parents=True)
+    (study / "data" / "val" / "documents.jsonl").write_text('{"text": "held out"}\n')
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "x.py").write_text("x = 1\n")
+    (study / "study.toml").write_text("task")
+    assert len(read(Source("s", tmp_path)).documents) == 3
+    (study / "ledger.db").write_text("")
+    assert [document.text for document in read(Source("s", tmp_path)).documents] == ["a text"]
+
+
 def test_only_what_would_be_read_counts_for_the_size(tmp_path: Path) -> None:
     """Bytecode and pictures beside the text do not make a small source look big."""
     (tmp_path / "__pycache__").mkdir()

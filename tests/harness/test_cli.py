@@ -112,6 +112,13 @@ def test_tables_fit_the_terminal(
         (["report", "night", "-o", "no/such/folder.html"], "there is no folder"),
         (["init", "x", "--policy", "demo", "--data", "nowhere", "--budget", "6s"], "nowhere"),
         (["init", "x", "--policy", "demo", "--data", ".", "--budget", "6x"], "6x"),
+        (["init", "x", "--policy", "demo", "--data", "", "--budget", "6s"], "names no file or folder"),
+        (["init", "x", "--data", ".", "--budget", "6s"], "needs --policy"),
+        (["init", "", "--policy", "demo", "--data", ".", "--budget", "6s"], "needs a name"),
+        (["status", "x" * 300], "longer than a file's can be"),
+        (["show", "9" * 30], "larger than any row's"),
+        (["compare", "1", "9" * 30], "larger than any row's"),
+        (["report", "night", "-o", "runs"], "it is a folder"),
     ],
 )
 def test_wrong_use_is_one_sentence(
@@ -198,10 +205,10 @@ def test_any_text_is_an_assignment_or_refused(text: str) -> None:
         assert len(assignments([text])) == 1
 
 
-@pytest.mark.parametrize("texts", [["optim.beta1"], ["=1"], ["optim.beta1="], ["a=1", "a=2"]])
+@pytest.mark.parametrize("texts", [["optim.beta1"], ["=1"], ["optim.beta1="], ["a=1", "a=2"], ["a=1e999"]])
 def test_what_is_no_assignment_is_explained(texts: list[str]) -> None:
-    """The message shows how it is written, or which knob is set twice."""
-    with pytest.raises(BadValue, match=r"KNOB=VALUE|set twice"):
+    """The message shows how it is written, which knob is set twice, or which value no knob can have."""
+    with pytest.raises(BadValue, match=r"KNOB=VALUE|set twice|not a finite number"):
         assignments(texts)
 
 

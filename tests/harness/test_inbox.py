@@ -83,3 +83,13 @@ def test_an_inbox_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "inbox").write_text("a file where the folder should be")
     with pytest.raises(BadInput, match="inbox"):
         post(StudyPaths(tmp_path), Pause())
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    """What a person, a shell or a model wrote cannot restyle what the owner reads, and can always be written down."""
+    proposal = Proposal(diff={}, source="hand", rationale="\x1b[31mred\x07\udcff line\nnext", watch="\x9bm")
+    assert "\x1b" not in proposal.rationale
+    assert proposal.rationale.encode("utf-8")
+    assert "\x07" not in proposal.rationale
+    assert proposal.rationale.endswith(" line\nnext")
+    assert proposal.watch == "\N{REPLACEMENT CHARACTER}m"

@@ -75,8 +75,19 @@ def swap_folder_for_link(root: Path) -> None:
     (root / "frozen").symlink_to(root / "thawed")
 
 
+def break_syntax_and_restore_time(root: Path) -> None:
+    path = root / "frozen" / "__init__.py"
+    cached = f"__init__.{sys.implementation.cache_tag}.pyc"
+    py_compile.compile(str(path), str(root / "frozen" / "__pycache__" / cached))
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[:1] = b"("
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 CODE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip_and_restore_time, "frozen/__init__.py has changed"),
+    "no syntax": (break_syntax_and_restore_time, "frozen/__init__.py has changed"),
     "added": (write("frozen/x.py"), "frozen/x.py was added"),
     "sitecustomize": (write("frozen/sitecustomize.py"), "frozen/sitecustomize.py was added"),
     "package": (write("frozen/deep/er/__init__.py"), "frozen/deep/er/__init__.py was added"),

@@ -91,6 +91,14 @@ def test_a_night_without_a_result_says_so(bare: Facts, barren: StudyPaths) -> No
     assert any("degrees of freedom" in sentence for sentence in unproven(bare))
 
 
+def test_a_study_that_ended_before_its_baseline_was_seated_has_a_report(facts: Facts, played: StudyPaths) -> None:
+    """Trials without a lineage (a failed baseline, an owner who stopped at once) are shown, nothing is claimed."""
+    import dataclasses
+
+    early = dataclasses.replace(facts, trials=facts.trials[:1], past=(), lineage=(), best_lineage=(), noise=None)
+    assert "Nothing is known yet" in page(early, played)
+
+
 def test_a_study_that_never_ran_has_a_report(facts: Facts, played: StudyPaths) -> None:
     """An empty ledger is no reason to fail."""
     import dataclasses
@@ -152,7 +160,9 @@ def test_documents_of_two_trials_are_compared_in_pairs(facts: Facts, played: Stu
 
 def test_headline_counts_what_was_kept(facts: Facts) -> None:
     """The answer is one sentence with the gain, its error and the count."""
-    assert re.fullmatch(r"The best config is 0\.\d{4} ± 0\.\d{4} .* 4 of 20 proposals kept\.", table.headline(facts))
+    assert re.fullmatch(
+        r"The best config is 0\.\d{4} ± 0\.\d{4} .* 4 of 16 decided proposals kept\.", table.headline(facts)
+    )
 
 
 @pytest.mark.parametrize(

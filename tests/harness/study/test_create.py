@@ -85,6 +85,8 @@ def test_the_encoded_data_is_shared(make: Callable[..., Any], tmp_path: Path) ->
         ({"policy": "demmo"}, "did you mean 'demo'"),
         ({"policy": "no/such.toml"}, "no policy file"),
         ({"budget": "5"}, "budget '5' is not understood"),
+        ({"budget": "0.001s"}, "a trial needs at least 1 s"),
+        ({"data": ["a= "]}, "names no file or folder"),
         ({"budget": "10tok"}, "the baseline does not fit its budget: one optimizer step takes"),
         ({"task": "pretrian"}, "did you mean 'pretrain'"),
         ({"model": "llama"}, "there is fresh"),
