@@ -46,7 +46,7 @@ LARGEST_VAL_BYTES = 1 << 19
 """Half a megabyte of val: scoring stays short beside training, and the sample of text is the same for every config."""
 LARGEST_PROBE_BYTES = 1 << 15
 
-DEMO_BUDGET = "1.5e11flop"
+DEMO_BUDGET = "1.2e11flop"
 DEMO_TEXT_BYTES = 3_000_000
 DEMO_LEAST_BYTES = 1_000_000
 DEMO_EVALUATION = Evaluation(context=128, stride=96, probe_bytes=6_000, val_bytes=64_000, holdout_bytes=64_000)
