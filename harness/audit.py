@@ -40,7 +40,7 @@ def _all(study: Study, folders: Collection[int], connection: sqlite3.Connection)
     if found and invariants.damage(connection):
         return found  # its rows are not what the checks below take them for
     found += evidence.contradicted(connection)
-    for check in (_study, _seeds, _baseline, _scored, _full_runs):
+    for check in (_study, _seeds, _orders, _baseline, _scored, _full_runs):
         found += check(study, connection)
     return [*found, *_folders(connection, folders)]
 
@@ -93,12 +93,27 @@ def _seeds(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
             )
 
 
+def _orders(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check rows against the order that the driver wrote into the trial's folder; there may be none after a kill."""
+    for row in connection.execute("SELECT id, seed, budget, config_digest AS digest FROM trials ORDER BY id"):
+        try:
+            order = json.loads(study.paths.trial(row["id"]).config_json.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        for name in ("seed", "budget", "digest"):
+            if isinstance(order, dict) and name in order and order[name] != row[name]:
+                yield f"trial {row['id']} has the {name} {row[name]!r}, but its folder says {order[name]!r}"
+
+
 def _baseline(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
     """Check that the baseline is the policy's and study.toml's."""
-    for row in connection.execute("SELECT node, config_digest FROM lineage WHERE node = 0"):
+    for row in connection.execute(
+        "SELECT 'node ' || node AS name, config_digest FROM lineage WHERE node = 0 UNION ALL"
+        " SELECT 'trial ' || id, config_digest FROM trials WHERE proposal IS NULL AND role <> 'reference'"
+    ):
         if row["config_digest"] != study.baseline.digest:
             yield (
-                f"node 0 has the config {row['config_digest'][:12]}, but policy and study.toml make"
+                f"{row['name']} has the baseline's config {row['config_digest'][:12]}, but policy and study.toml make"
                 f" {study.baseline.digest[:12]}"
             )
 

@@ -18,6 +18,8 @@ from harness.noise import pool_noise
 
 TOLERANCE = 1e-9
 """Of numbers that come from the same float64 arithmetic, relative and absolute: differences of scores cancel."""
+QUANTILE_TOLERANCE = 1e-6
+"""Of probabilities: they come from scipy, whose versions may differ in the last digits."""
 WALKED = ("screen", "repair", "replicate", "control")
 """Roles of trials that belong to a proposal's walk; a full run or a canary may come at any time."""
 
@@ -33,12 +35,12 @@ class Numbers:
 
     def agrees(self, other: Numbers) -> bool:
         """Tell whether two verdicts say the same."""
-        pairs = (
-            (self.difference, other.difference),
-            (self.standard_error, other.standard_error),
-            (self.probability, other.probability),
+        return (
+            self.replicates == other.replicates
+            and _close(self.difference, other.difference)
+            and _close(self.standard_error, other.standard_error)
+            and _close(self.probability, other.probability, QUANTILE_TOLERANCE)
         )
-        return self.replicates == other.replicates and all(_close(ours, theirs) for ours, theirs in pairs)
 
 
 def contradicted(connection: sqlite3.Connection) -> list[str]:
@@ -113,10 +115,10 @@ def _numbers(trials: Sequence[sqlite3.Row], candidate: str, incumbent: str, budg
     )
 
 
-def _close(ours: float | None, theirs: float | None) -> bool:
+def _close(ours: float | None, theirs: float | None, tolerance: float = TOLERANCE) -> bool:
     if ours is None or theirs is None:
         return ours is theirs
-    return math.isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _text(numbers: Numbers) -> str:

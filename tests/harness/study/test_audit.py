@@ -75,7 +75,7 @@ SQL = {
     "but no event has its score on the holdout": "DELETE FROM events WHERE id > 2",
     'proposal 3 has the diff {"optim.beta2":0.9}, but its config differs': "UPDATE trials SET state = 'crashed'"
     " WHERE id = 8",
-    "node 0 has the config": "UPDATE lineage SET (config, config_digest) = (SELECT json_set(config,"
+    "node 0 has the baseline's config": "UPDATE lineage SET (config, config_digest) = (SELECT json_set(config,"
     " '$.\"optim.beta1\"', 0.5), hex(zeroblob(32)) FROM proposals WHERE number = 2) WHERE node = 0",
 }
 
@@ -169,6 +169,17 @@ def test_a_trial_without_its_folder_is_named(study: Night) -> None:
     """A scored row that no driver ran has no folder."""
     shutil.rmtree(study.study.paths.trial(7).root)
     assert audit(study.study, study.reader) == ["trial 7 is scored with the role screen, but has no folder"]
+
+
+def test_the_order_in_a_folder_speaks_against_its_row(study: Night) -> None:
+    """Seed and replicate that were changed together are still not what the driver wrote beside the row."""
+    order = study.study.paths.trial(6).config_json
+    order.write_text('{"seed": 2}')
+    assert audit(study.study, study.reader) == []
+    tamper(study.study.paths.ledger, "UPDATE trials SET seed = 9, replicate = 9 WHERE id = 6")
+    assert audit(study.study, study.reader) == ["trial 6 has the seed 9, but its folder says 2"]
+    order.write_text("{")
+    assert audit(study.study, study.reader) == []
 
 
 def test_an_unreadable_val_split_is_named(study: Night) -> None:
