@@ -6,12 +6,13 @@ their back, e.g. by another tool, a broken disk, or a program that wrote with th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sqlite3
 from collections.abc import Callable, Iterator
 
-from harness.config import unflatten
+from harness.config import TrialConfig, Value, apply, difference, unflatten
 from harness.errors import OvernightError
 from harness.migrations import migrate
 from harness.rows import unpack
@@ -20,15 +21,38 @@ RELATIVE_TOLERANCE = 1e-9
 """Of sums that were computed in the same float64 arithmetic, perhaps in another order."""
 
 
+LARGEST_EXPONENT = 690
+"""Of the nats per token that still have a perplexity, as in `harness.rows.Ending.of_scored`."""
+
+
 def broken(connection: sqlite3.Connection) -> list[str]:
     """Return one sentence per contradiction; the connection's rows must be `sqlite3.Row`."""
+    return damage(connection) or [sentence for check in CHECKS for sentence in check(connection)]
+
+
+def damage(connection: sqlite3.Connection) -> list[str]:
+    """Return one sentence per reason for which the rows cannot be read as a ledger's: a broken file, another schema."""
     damaged = [f"the file is damaged: {row[0]}" for row in connection.execute("PRAGMA integrity_check")]
     if damaged != ["the file is damaged: ok"]:
         return damaged
-    altered = list(_schema(connection))
-    if altered:
-        return altered
-    return [sentence for check in CHECKS for sentence in check(connection)]
+    return list(_schema(connection)) or [*_negative(connection), *_constraints(connection)]
+
+
+def _negative(connection: sqlite3.Connection) -> Iterator[str]:
+    """Name the trials with a number below zero: every column that counts or measures is one that cannot be."""
+    for row in connection.execute("SELECT * FROM trials"):
+        for name in row.keys():  # noqa: SIM118 - a row iterates over its values
+            if isinstance(row[name], int | float) and row[name] < 0 and name != "device_celsius":
+                yield f"trial {row['id']} has {row[name]!r} {name}, which is never below 0"
+
+
+def _constraints(connection: sqlite3.Connection) -> Iterator[str]:
+    """Check the schema's CHECKs, in a copy: SQLite does not even read those of a database that it opens read-only."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as copy:
+        connection.backup(copy)
+        for (found,) in copy.execute("PRAGMA integrity_check").fetchall():
+            if found != "ok":
+                yield f"a row is one that the schema refuses: {found}"
 
 
 def _schema(connection: sqlite3.Connection) -> Iterator[str]:
@@ -75,7 +99,7 @@ def _configs(connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _scores(connection: sqlite3.Connection) -> Iterator[str]:
-    """Check that a score follows from its nats and bytes, and the nats from the documents."""
+    """Check that score and perplexity follow from nats, bytes and tokens, and the nats from the documents."""
     for row in connection.execute(
         "SELECT t.*, d.nats AS documents, (SELECT metric FROM study) AS metric"
         " FROM trials t LEFT JOIN document_nats d ON d.trial = t.id WHERE t.state = 'scored' OR d.nats IS NOT NULL"
@@ -86,10 +110,99 @@ def _scores(connection: sqlite3.Connection) -> Iterator[str]:
         expected = row["nats"] / (math.log(2) * row["scored_bytes"])
         if row["metric"] == "bits_per_byte" and not math.isclose(row["score"], expected, rel_tol=RELATIVE_TOLERANCE):
             yield f"trial {row['id']} has the score {row['score']!r}, but its nats and bytes give {expected!r}"
-        if row["documents"] is not None:
+        ratio = row["nats"] / row["scored_tokens"]
+        perplexity = math.exp(ratio) if ratio < LARGEST_EXPONENT else None
+        if not _same(row["perplexity"], perplexity):
+            yield (
+                f"trial {row['id']} has the perplexity {row['perplexity']!r},"
+                f" but its nats and tokens give {perplexity!r}"
+            )
+        if row["documents"] is None:
+            yield f"trial {row['id']} is scored with {row['nats']!r} nats, but has the nats of no document"
+        else:
             total = math.fsum(unpack(row["documents"]))
             if not math.isclose(total, row["nats"], rel_tol=RELATIVE_TOLERANCE):
                 yield f"the documents of trial {row['id']} sum to {total!r} nats, its row says {row['nats']!r}"
+
+
+def _same(found: float | None, expected: float | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return math.isclose(found, expected, rel_tol=RELATIVE_TOLERANCE)
+
+
+def _diffs(connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that configs come from their parents' by the recorded diffs, and trials from their proposals."""
+    for row in connection.execute(
+        "SELECT child.node, child.diff, child.config, parent.node AS parent, parent.config AS parent_config"
+        " FROM lineage child JOIN lineage parent ON parent.node = child.parent"
+    ):
+        config, parent = _config(row["config"]), _config(row["parent_config"])
+        if config is None or parent is None:
+            continue  # `_configs` says so
+        expected = difference(parent, config)
+        if json.loads(row["diff"]) != expected:
+            yield (
+                f"node {row['node']} has the diff {row['diff']}, but its config differs from that of its parent"
+                f" {row['parent']} by {_text(expected)}"
+            )
+    for row in connection.execute(
+        "SELECT p.number, p.diff, p.config, p.config_digest, p.parent, l.config AS parent_config FROM proposals p"
+        " JOIN lineage l ON l.node = p.parent"
+    ):
+        yield from _proposal(connection, row)
+
+
+def _proposal(connection: sqlite3.Connection, row: sqlite3.Row) -> Iterator[str]:
+    """Check one proposal that has started: its config, and those of its trials."""
+    config, parent = _config(row["config"]), _config(row["parent_config"])
+    if config is None or parent is None:
+        return
+    try:
+        asked = apply(parent, json.loads(row["diff"]))
+    except OvernightError as error:
+        yield f"the diff {row['diff']} of proposal {row['number']} cannot be applied to node {row['parent']}: {error}"
+        return
+    trials = connection.execute(
+        "SELECT id, role, state, replicate, config_digest FROM trials WHERE proposal = ? ORDER BY id", (row["number"],)
+    ).fetchall()
+    grown = [t["id"] for t in trials if t["state"] == "out_of_memory" and t["config_digest"] == asked.digest]
+    if asked != config and not (grown and _is_repair(asked, config)):
+        yield (
+            f"proposal {row['number']} has the diff {row['diff']}, but its config differs from that of its parent"
+            f" {row['parent']} by {_text(difference(parent, config))}"
+        )
+        return
+    for trial in trials:
+        if trial["config_digest"] not in (asked.digest, config.digest):
+            yield (
+                f"trial {trial['id']} ran config {trial['config_digest'][:12]}, but proposal {row['number']} has"
+                f" {config.digest[:12]}"
+            )
+        screens = trial["role"] in ("screen", "repair")
+        role = "screen" if trial["config_digest"] == asked.digest else "repair"
+        if screens and trial["role"] != role:
+            yield f"trial {trial['id']} has the role {trial['role']}, but its config makes it a {role}"
+
+
+def _is_repair(asked: TrialConfig, config: TrialConfig) -> bool:
+    """Tell whether a config is what the harness makes of one that ran out of memory: same batch in smaller parts."""
+    return (
+        difference(asked, config).keys() == {"batch.per_device", "batch.accumulation"}
+        and config.batch.per_device < asked.batch.per_device
+        and config.batch.tokens_per_step == asked.batch.tokens_per_step
+    )
+
+
+def _config(text: str) -> TrialConfig | None:
+    try:
+        return unflatten(json.loads(text))
+    except OvernightError:
+        return None
+
+
+def _text(diff: dict[str, Value]) -> str:
+    return json.dumps(diff, sort_keys=True, separators=(",", ":"))
 
 
 def _sentences(sql: str) -> Callable[[sqlite3.Connection], Iterator[str]]:
@@ -106,6 +219,7 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     _references,
     _configs,
     _scores,
+    _diffs,
     _sentences("SELECT 'the ledger has ' || count(*) || ' studies instead of one' FROM study HAVING count(*) <> 1"),
     _sentences(
         "SELECT 'trial ' || id || ' ran under another seal than the study''s' FROM trials"
@@ -168,5 +282,54 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     _sentences(
         "SELECT 'trials are numbered to ' || max(id) || ' but ' || count(*) || ' are there' FROM trials"
         " HAVING max(id) <> count(*)"
+    ),
+    _sentences(
+        "SELECT 'events are numbered to ' || max(id) || ' but ' || count(*) || ' are there' FROM events"
+        " HAVING max(id) <> count(*)"
+    ),
+    _sentences(
+        "SELECT 'insights are numbered to ' || max(id) || ' but ' || count(*) || ' are there' FROM insights"
+        " HAVING max(id) <> count(*)"
+    ),
+    _sentences(
+        "SELECT 'the curve of trial ' || trial || ' is numbered to ' || max(point) || ' but has ' || count(*)"
+        " || ' points' FROM curves GROUP BY trial HAVING max(point) + 1 <> count(*)"
+    ),
+    _sentences(
+        "SELECT 'trial ' || id || ' has the role ' || role || ' but belongs to '"
+        " || coalesce('proposal ' || proposal, 'the baseline') FROM trials"
+        " WHERE (role IN ('reference', 'baseline', 'canary') AND proposal IS NOT NULL)"
+        " OR (role IN ('screen', 'repair') AND proposal IS NULL)"
+        " OR (role = 'final' AND proposal IS NOT NULL AND proposal NOT IN (SELECT node FROM lineage))"
+    ),
+    _sentences(
+        "SELECT 'trial ' || id || ' has the role ' || role || ' but is replicate ' || replicate FROM trials"
+        " WHERE (role IN ('screen', 'repair') AND replicate <> 0) OR (role IN ('replicate', 'final') AND replicate = 0)"
+    ),
+    _sentences(
+        "SELECT 'trial ' || t.id || ' ran config ' || substr(t.config_digest, 1, 12) || ', but the baseline has '"
+        " || substr(l.config_digest, 1, 12) FROM trials t JOIN lineage l ON l.node = 0"
+        " WHERE t.proposal IS NULL AND t.role <> 'reference' AND t.config_digest <> l.config_digest"
+    ),
+    _sentences(
+        "SELECT 'proposal ' || number || ' asked for parent ' || requested_parent || ' but started from ' || parent"
+        " FROM proposals WHERE requested_parent <> parent"
+    ),
+    _sentences(
+        "SELECT 'event ' || id || ' (' || kind || ') has ' || json_extract(data, '$.seconds') || ' seconds'"
+        " FROM events WHERE json_extract(data, '$.seconds') < 0"
+    ),
+    _sentences(
+        "SELECT 'event ' || e.id || ' (' || e.kind || ') speaks of trial ' || json_extract(e.data, '$.trial') ||"
+        " iif(t.id IS NULL, ', which is not there', ', which is ' || t.state || ' with the role ' || t.role)"
+        " FROM events e LEFT JOIN trials t ON t.id = json_extract(e.data, '$.trial')"
+        " WHERE e.kind IN ('reproduced', 'holdout_look', 'holdout_score')"
+        " AND (t.id IS NULL OR t.state <> 'scored' OR t.role <> 'final')"
+    ),
+    _sentences(
+        "SELECT 'event ' || e.id || ' says that trial ' || t.id || ' scored ' || json_extract(e.data, '$.score')"
+        " || ', its row says ' || coalesce(t.score, 'nothing') FROM events e"
+        " JOIN trials t ON t.id = json_extract(e.data, '$.trial')"
+        " WHERE e.kind = 'reproduced' AND abs(coalesce(t.score, 1e9) - json_extract(e.data, '$.score')) > 1e-9"
     ),
 )

@@ -11,7 +11,7 @@ import contextlib
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -289,8 +289,12 @@ class Reader:
 
     def invariants(self) -> list[str]:
         """Return one sentence for every way in which the ledger contradicts itself; none when it is sound."""
+        return self.check(invariants.broken)
+
+    def check(self, check: Callable[[sqlite3.Connection], list[str]]) -> list[str]:
+        """Let a check see the rows as they are stored, as of one moment; its rows are `sqlite3.Row`."""
         with self.snapshot():
-            return invariants.broken(self._connection)
+            return check(self._connection)
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -39,6 +39,8 @@ MODULES = ("harness/__init__.py", "harness/config.py", "harness/errors.py", "har
 PACKAGES = ("torch", "transformers", "peft", "trl", "tokenizers")
 SECTIONS = ("study", "baseline", "eval")
 """Sealed sections of study.toml; the others may change."""
+LINK = "is a symbolic link"
+"""What is said of one, and what stands in the place of its digest: what it points to is not in the study's hands."""
 RACY_NS = 2_000_000_000
 """A file modified this shortly before it was hashed could change again within the same tick of its clock."""
 
@@ -166,7 +168,9 @@ def _settings(paths: StudyPaths) -> dict[str, str]:
     for section in SECTIONS:
         text = json.dumps(document.get(section, {}), sort_keys=True, separators=(",", ":"), default=str)
         found[f"study.toml [{section}]"] = hashlib.sha256(text.encode()).hexdigest()
-    if paths.policy_toml.is_file() and not paths.policy_toml.is_symlink():
+    if paths.policy_toml.is_symlink():
+        found["policy.toml"] = LINK
+    elif paths.policy_toml.is_file():
         found["policy.toml"] = hashlib.sha256(paths.policy_toml.read_bytes()).hexdigest()
     return found
 
@@ -246,6 +250,8 @@ class Seal:
                     parts[part][name] = hasher.digest(path, thorough=True)
                 except OSError as error:
                     faults.append(Change(part, name, f"cannot be sealed ({error.strerror or error})"))
+        settings = _settings(paths)
+        faults += [Change("settings", name, LINK) for name, digest in settings.items() if digest == LINK]
         if faults:
             raise SealBroken(f"the study cannot be sealed: {_sentence(faults)}")
         manifest = Manifest(
@@ -254,7 +260,7 @@ class Seal:
             code=parts["code"],
             data=parts["data"],
             versions=_versions(),
-            settings=_settings(paths),
+            settings=settings,
         )
         document = manifest.model_dump() | {"root": manifest.root}
         write_whole(paths.seal_json, json.dumps(document, indent=1, sort_keys=True) + "\n")
@@ -328,7 +334,7 @@ def _compare(part: Part, sealed: dict[str, str], present: dict[str, Path], diges
         if name not in present:
             yield Change(part, name, "is missing")
         elif present[name].is_symlink():
-            yield Change(part, name, "is a symbolic link")
+            yield Change(part, name, LINK)
         elif name not in sealed:
             yield Change(part, name, "was added")
         else:
@@ -345,6 +351,8 @@ def _compare_values(part: Part, sealed: dict[str, str], present: dict[str, str])
     for name in sorted(sealed.keys() | present.keys()):
         if name not in present:
             yield Change(part, name, "is missing")
+        elif present[name] == LINK:
+            yield Change(part, name, LINK)
         elif name not in sealed:
             yield Change(part, name, "was added")
         elif present[name] != sealed[name]:

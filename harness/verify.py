@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from harness import checkpoints
+from harness.audit import audit
 from harness.errors import CheckFailed
 from harness.jobs.job import ScoreJob
 from harness.locks import device_lock
@@ -52,7 +53,7 @@ def verify(study: Study, *, scorer: Scorer | None = None) -> list[Finding]:
     """
     findings = list(seal_findings(study))
     with Reader(study.paths.ledger) as reader:
-        findings += ledger_findings(reader)
+        findings += ledger_findings(study, reader)
         findings += checkpoint_findings(study.paths, reader.checkpoints())
         incumbent = reader.incumbent()
         if incumbent is None or incumbent.trial is None:
@@ -78,13 +79,13 @@ def seal_findings(study: Study) -> Iterator[Finding]:
         )
 
 
-def ledger_findings(reader: Reader) -> Iterator[Finding]:
-    """Check the ledger's invariants; one finding per contradiction, or one that there is none."""
-    broken = reader.invariants()
+def ledger_findings(study: Study, reader: Reader) -> Iterator[Finding]:
+    """Check the ledger in itself and against its study; one finding per contradiction, or one that there is none."""
+    broken = audit(study, reader)
     for sentence in broken:
         yield Finding(what="ledger", ok=False, text=sentence)
     if not broken:
-        yield Finding(what="ledger", ok=True, text="the ledger does not contradict itself")
+        yield Finding(what="ledger", ok=True, text="the ledger contradicts neither itself nor its study")
 
 
 def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator[Finding]:

@@ -137,6 +137,10 @@ def test_damage_to_code_is_named(bare_study: StudyPaths, code: Code, damage: str
         (lambda p: p.policy_toml.write_text("[proposals]\nmax_changes = 3\n"), "policy.toml has changed"),
         (lambda p: p.policy_toml.unlink(), "policy.toml is missing"),
         (
+            lambda p: p.policy_toml.symlink_to(p.policy_toml.rename(p.root / "elsewhere.toml")),
+            "policy.toml is a symbolic link",
+        ),
+        (
             lambda p: p.study_toml.write_text('[study]\ntask = "pretrain"\nbudget = "6s"\n'),
             "study.toml [study] has changed",
         ),
@@ -278,6 +282,13 @@ def test_links_cannot_be_sealed(bare_study: StudyPaths) -> None:
     (bare_study.split("val") / "tokens.bin").rename(bare_study.root / "tokens.bin")
     (bare_study.split("val") / "tokens.bin").symlink_to(bare_study.root / "tokens.bin")
     with pytest.raises(SealBroken, match=r"data/val/tokens\.bin cannot be sealed"):
+        Seal.take(bare_study)
+
+
+def test_a_linked_policy_cannot_be_sealed(bare_study: StudyPaths) -> None:
+    """Rules that lie elsewhere could change without the study's folder."""
+    bare_study.policy_toml.symlink_to(bare_study.policy_toml.rename(bare_study.root / "elsewhere.toml"))
+    with pytest.raises(SealBroken, match=r"cannot be sealed: policy\.toml is a symbolic link"):
         Seal.take(bare_study)
 
 

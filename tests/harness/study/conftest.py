@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness import checkpoints
 from harness.config import TrialConfig, apply
 from harness.jobs.job import ScoreJob, TrainJob
+from harness.judge import Evidence, judge
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
 from harness.policy import find_policy
 from harness.queries import Reader
-from harness.records import CurvePoint, Decision, Failed, Proposal, Role, Scored, Trained, Verdict
+from harness.records import CurvePoint, Failed, Proposal, Role, Scored, Trained, Verdict
 from harness.rows import Ending, NewNode, StudyRow
 from harness.seal import Seal
 from harness.study import Study, build
 from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
 
 BYTES = 1000
+TOKENS = 300
 POINT = CurvePoint(
     progress=1, seconds=2, step=10, train_loss=4, probe_bits_per_byte=2.5, learning_rate=1e-3, gradient_norm=1
 )
@@ -58,7 +62,7 @@ class MadeUpLauncher:
         if isinstance(job, ScoreJob):
             score = float((job.weights / "model.safetensors").read_text())
             nats = score * math.log(2) * BYTES
-            return Scored(nats=nats, bytes=BYTES, tokens=300, document_nats=(nats,), score_seconds=0.5)
+            return Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=(nats,), score_seconds=0.5)
         if on_point:
             on_point(POINT)
         write_model(job.folder / "model", made_up_score(job.config, job.seed) + self.shift)
@@ -74,6 +78,15 @@ def write_model(folder: Path, score: float) -> None:
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_text(repr(score))
     (folder / "config.json").write_text("{}")
+
+
+def write_val(folder: Path) -> None:
+    """Write a val split of one document with as many bytes and tokens as the made-up scores count."""
+    np.save(folder / "tokens.npy", np.ones(TOKENS, dtype=np.uint16))
+    np.save(folder / "offsets.npy", np.array([0, TOKENS], dtype=np.int64))
+    np.save(folder / "bytes.npy", np.array([BYTES], dtype=np.int64))
+    np.save(folder / "source_ids.npy", np.zeros(1, dtype=np.int16))
+    (folder / "split.json").write_text(json.dumps({"sources": ["text"], "separator": 0, "vocabulary": 512}))
 
 
 def trained() -> Trained:
@@ -116,13 +129,14 @@ class Night:
         score = made_up_score(config, seed)
         write_model(study.paths.trial(trial).weights, score)
         nats = score * math.log(2) * BYTES
-        scored = Scored(nats=nats, bytes=BYTES, tokens=300, document_nats=(nats,), score_seconds=0.5)
+        scored = Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=(nats,), score_seconds=0.5)
         digest = checkpoints.digest_of(study.paths.trial(trial).weights)
         self.ledger.close_trial(trial, Ending.of_scored(trained=trained(), scored=scored, checkpoint_digest=digest))
         return trial
 
     def seat_baseline(self) -> None:
-        """Run the baseline with three seeds."""
+        """Run the baseline with three seeds, as the first driver does."""
+        self.ledger.event("run_began", "driver 1 began", {"pid": 1})
         base = self.study.baseline
         first, *_ = [self.run(base, replicate, Role.BASELINE) for replicate in range(3)]
         self.ledger.seat_baseline(base, first, checkpoints.publish(self.study.paths, first, 0))
@@ -135,14 +149,16 @@ class Night:
         self.ledger.start(number, 0, config)
         self.run(config, 0, Role.SCREEN, number)
         first, *_ = [self.run(config, replicate, Role.REPLICATE, number) for replicate in (1, 2)]
-        verdict = Verdict(
-            decision=Decision.KEPT,
-            difference=-0.07,
-            standard_error=0.001,
-            probability=1e-4,
-            replicates=2,
-            reason="it is better",
+        incumbent, noise = self.reader.incumbent(), self.reader.noise()
+        trials = self.reader.proposal(number).trials
+        scores = {trial.replicate: trial.score for trial in trials if trial.score is not None}
+        assert incumbent is not None
+        assert noise is not None
+        evidence = Evidence(
+            screen=scores.pop(0), candidate=scores, candidate_failures=0, incumbent=incumbent.scores, noise=noise
         )
+        verdict = judge(evidence, self.study.policy.judge)
+        assert isinstance(verdict, Verdict)
         digest = checkpoints.publish(self.study.paths, first, number)
         self.ledger.decide(number, verdict, NewNode(trial=first, checkpoint_digest=digest))
 
@@ -164,6 +180,7 @@ def night(bare_study: StudyPaths) -> Iterator[Night]:
     )
     bare_study.study_toml.write_text(file.render())
     bare_study.policy_toml.write_text(find_policy("demo").read_text())
+    write_val(bare_study.split("val"))
     study = build(bare_study, file, Seal.take(bare_study))
     row = StudyRow(
         name=study.name,
@@ -173,8 +190,8 @@ def night(bare_study: StudyPaths) -> Iterator[Night]:
         seed=0,
         budget="200000tok",
         seal=study.seal.digest,
-        policy="",
-        versions={},
+        policy=bare_study.policy_toml.read_text(),
+        versions=study.seal.manifest.versions,
         git_commit=None,
         git_dirty=None,
         device="cpu",

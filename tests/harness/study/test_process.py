@@ -11,6 +11,7 @@ import pytest
 
 from frozen.timer import Budget
 from harness import checkpoints
+from harness.audit import audit
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.orders import score_order, train_order
@@ -82,10 +83,11 @@ def test_the_chain(study: Study, launcher: Launcher) -> None:
         assert isinstance(launcher.run(order, log=undisturbed.with_suffix(".log"), deadline_seconds=600), Trained)
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             assert (resumed.model / name).read_bytes() == (undisturbed / "model" / name).read_bytes()
-        assert reader.invariants() == []
+        assert audit(study, reader) == []
 
 
 def run_baseline(study: Study, launcher: Launcher, ledger: Ledger) -> int:
+    ledger.event("run_began", "a driver began")
     row: dict[str, Any] = {"proposal": None, "role": Role.BASELINE, "replicate": 0, "epoch": 0, "sandbox": "plain"}
     seal = study.seal.verify()
     trial = ledger.begin(config=study.baseline, seed=0, budget=str(study.budget), seal=seal, device=study.device, **row)

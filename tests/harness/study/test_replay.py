@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from frozen.timer import Budget
+from harness.audit import audit
 from harness.errors import CheckFailed, WrongUse
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.records import Failed, Role, TrialState
@@ -86,7 +87,7 @@ def test_full_run_stands_beside_the_baseline(won: Night) -> None:
         assert text in card
     finals = [trial for trial in won.reader.trials() if trial.role is Role.FINAL]
     assert [trial.proposal for trial in finals] == [1, 1, None]
-    assert won.reader.invariants() == []
+    assert audit(won.study, won.reader) == []
     assert not list(won.study.paths.replay.glob("*/train"))
 
 
@@ -135,7 +136,7 @@ def test_a_full_run_goes_on_after_a_death(won: Night, turn: int) -> None:
     assert len(finals) == 2
     assert len(won.reader.events("holdout_score")) == 2
     assert len(won.reader.events("holdout_look")) == 2 + (turn in (2, 5))
-    assert won.reader.invariants() == []
+    assert audit(won.study, won.reader) == []
 
 
 def test_an_interrupted_run_is_closed(won: Night) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness import inbox
+from harness.audit import audit
 from harness.config import TrialConfig
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.ledger import Ledger
@@ -78,7 +79,7 @@ class Drive:
 
     def past(self) -> tuple[Past, ...]:
         with Reader(self.paths.ledger) as reader:
-            assert reader.invariants() == []
+            assert audit(load(self.paths.root), reader) == []
             return reader.past()
 
     def trials(self) -> list[tuple[Role, TrialState, int]]:
@@ -269,7 +270,7 @@ class Brittle(Ledger):
 def facts(drive: Drive) -> tuple[object, ...]:
     """Return what must be the same however often the driver died."""
     with Reader(drive.paths.ledger) as reader:
-        assert reader.invariants() == []
+        assert audit(load(drive.paths.root), reader) == []
         scored = [(t.config.digest, t.seed, t.score) for t in reader.trials() if t.score is not None]
         assert len(scored) == len(set(scored))
         decisions = [

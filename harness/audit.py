@@ -1,0 +1,164 @@
+"""Holds the ledger against what lies around it: the part of `overnight verify` that needs the study's folder.
+
+`harness.invariants` finds rows that contradict each other. Whoever edits them all alike is found here: the val split
+says how many bytes, tokens and documents a score counts, study.toml which seeds there are, the trial folders how many
+trials there were. Everything that is compared with is sealed, or was written by the driver beside the row.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from itertools import zip_longest
+
+from frozen.tokens import EncodedSplit
+from harness import evidence, invariants
+from harness.paths import ReplayPaths
+from harness.queries import Reader
+from harness.replay import FULL_RUN_REPLICATE
+from harness.study import Study
+
+Check = Callable[[Study, sqlite3.Connection], Iterator[str]]
+CARD = "README.md"
+"""Written last: a full run whose model has its card has looked at the holdout."""
+
+
+def audit(study: Study, reader: Reader) -> list[str]:
+    """Return one sentence per contradiction between ledger and study, or within the ledger; none when it is sound.
+
+    Works beside a running search.
+    """
+    # Before the rows are read: a trial's row is older than its folder.
+    folders = {int(folder.name) for folder in study.paths.trials.glob("[0-9]*") if folder.name.isdecimal()}
+    return reader.check(partial(_all, study, folders))
+
+
+def _all(study: Study, folders: Collection[int], connection: sqlite3.Connection) -> list[str]:
+    found = invariants.broken(connection)
+    if found and invariants.damage(connection):
+        return found  # its rows are not what the checks below take them for
+    found += evidence.contradicted(connection)
+    for check in (_study, _seeds, _orders, _baseline, _scored, _full_runs):
+        found += check(study, connection)
+    return [*found, *_folders(connection, folders)]
+
+
+def _study(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check the row of the study against study.toml, policy.toml and the seal; its name may change, as its folder's."""
+    asked, sealed = study.file.study, study.seal.manifest
+    expected = {
+        "task": asked.task,
+        "model": asked.model,
+        "metric": study.metric,
+        "seed": asked.seed,
+        "budget": str(study.budget),
+        "seal": study.seal.digest,
+    }
+    try:
+        policy = study.paths.policy_toml.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        policy = None  # the seal says so
+    for row in connection.execute("SELECT * FROM study"):
+        for name, value in expected.items():
+            if row[name] != value:
+                yield f"the ledger's study has the {name} {row[name]!r}, but its files say {value!r}"
+        if policy is not None and row["policy"] != policy:
+            line = next(_differing(row["policy"], policy))
+            yield f"the ledger's study has the policy line {line[0]!r}, but policy.toml has {line[1]!r}"
+        versions = json.loads(row["versions"])
+        for package, version in sealed.versions.items():
+            if versions.get(package) != version:
+                yield f"the ledger's study has {package} {versions.get(package)!r}, but {version!r} is sealed"
+
+
+def _differing(ours: str, theirs: str) -> Iterator[tuple[str | None, str | None]]:
+    """Yield the lines in which two texts differ, None where one has ended."""
+    for pair in zip_longest(ours.splitlines(keepends=True), theirs.splitlines(keepends=True)):
+        if pair[0] != pair[1]:
+            yield pair
+
+
+def _seeds(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that every seed is that of its replicate, and that full runs have replicates of their own."""
+    for row in connection.execute("SELECT id, role, seed, replicate FROM trials ORDER BY id"):
+        expected = study.seed_of(row["replicate"])
+        if row["seed"] != expected:
+            yield f"trial {row['id']} has the seed {row['seed']}, but replicate {row['replicate']} has {expected}"
+        if row["role"] == "final" and row["replicate"] < FULL_RUN_REPLICATE:
+            yield (
+                f"trial {row['id']} has the role final, but full runs are replicates from {FULL_RUN_REPLICATE} and it"
+                f" is {row['replicate']}"
+            )
+
+
+def _orders(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check rows against the order that the driver wrote into the trial's folder; there may be none after a kill."""
+    for row in connection.execute("SELECT id, seed, budget, config_digest AS digest FROM trials ORDER BY id"):
+        try:
+            order = json.loads(study.paths.trial(row["id"]).config_json.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        for name in ("seed", "budget", "digest"):
+            if isinstance(order, dict) and name in order and order[name] != row[name]:
+                yield f"trial {row['id']} has the {name} {row[name]!r}, but its folder says {order[name]!r}"
+
+
+def _baseline(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that the baseline is the policy's and study.toml's."""
+    for row in connection.execute(
+        "SELECT 'node ' || node AS name, config_digest FROM lineage WHERE node = 0 UNION ALL"
+        " SELECT 'trial ' || id, config_digest FROM trials WHERE proposal IS NULL AND role <> 'reference'"
+    ):
+        if row["config_digest"] != study.baseline.digest:
+            yield (
+                f"{row['name']} has the baseline's config {row['config_digest'][:12]}, but policy and study.toml make"
+                f" {study.baseline.digest[:12]}"
+            )
+
+
+def _scored(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that every score counts the bytes, tokens and documents of the val split."""
+    try:
+        split = EncodedSplit.load(study.paths.split("val"))
+    except (OSError, ValueError) as error:
+        yield f"the val split cannot be read, so that no score can be held against it: {error}"
+        return
+    expected = {"bytes": int(split.bytes.sum()), "tokens": len(split.tokens), "documents": split.documents}
+    for row in connection.execute(
+        "SELECT t.id, t.scored_bytes AS bytes, t.scored_tokens AS tokens, length(d.nats) / 8 AS documents"
+        " FROM trials t LEFT JOIN document_nats d ON d.trial = t.id WHERE t.state = 'scored' ORDER BY t.id"
+    ):
+        for name, count in expected.items():
+            if row[name] is not None and row[name] != count:
+                yield f"trial {row['id']} was scored on {row[name]} {name}, but the val split has {count}"
+
+
+def _full_runs(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that a search is on record where there are trials, and a look at the holdout where there is a card."""
+    drivers = connection.execute("SELECT count(*) FROM events WHERE kind = 'run_began'").fetchone()[0]
+    for row in connection.execute("SELECT id, role FROM trials WHERE role <> 'final' ORDER BY id LIMIT 1"):
+        if not drivers:
+            yield f"trial {row['id']} has the role {row['role']}, but no event says that a search began"
+    for row in connection.execute(
+        "SELECT id, budget, config_digest, (SELECT count(*) FROM events"
+        " WHERE kind = 'holdout_score' AND json_extract(data, '$.trial') = trials.id) AS looks"
+        " FROM trials WHERE state = 'scored' AND role = 'final' AND replicate = ? ORDER BY id",
+        (FULL_RUN_REPLICATE,),
+    ):
+        folder = study.paths.replay / f"{row['budget']}-best-{row['config_digest'][:12]}"
+        if (ReplayPaths(folder).model / CARD).exists() and not row["looks"]:
+            yield f"trial {row['id']} has a model card in {folder.name}, but no event has its score on the holdout"
+
+
+def _folders(connection: sqlite3.Connection, folders: Collection[int]) -> Iterator[str]:
+    """Check that search trials have the folder that their driver made, and that no other folder is there."""
+    rows = {row["id"]: row for row in connection.execute("SELECT id, role, state FROM trials ORDER BY id")}
+    for number in sorted(folders - rows.keys()):
+        yield f"the folder of trial {number} is there, but the ledger ends with trial {max(rows, default=0)}"
+    for number, row in rows.items():
+        if row["role"] == "final" and number in folders:
+            yield f"trial {number} has the role final, but the folder of a search's trial"
+        elif row["role"] not in ("final", "reference") and row["state"] == "scored" and number not in folders:
+            yield f"trial {number} is scored with the role {row['role']}, but has no folder"
