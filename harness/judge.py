@@ -42,6 +42,8 @@ DECISIVE_SHARE = 2 / 3
 """The futility rule looks for effects that this share of ``max_replicates`` would prove."""
 MISS = 0.1
 """Chance with which the futility rule may give up such an effect."""
+LEAST_RUNS = 2
+"""Fresh runs of a candidate before it is kept: one run says nothing of its own spread, only the others' is known."""
 TOLERATED_FAILURES = 1
 """Confirmation runs of a candidate that may fail; a config that fails more often is no improvement."""
 
@@ -139,7 +141,7 @@ def _confirm(evidence: Evidence, rules: JudgeRules) -> Verdict | Replicate:
     deviations = -difference / error if error > 0 else math.copysign(math.inf, -difference)
     critical = critical_value(runs, freedom, rules)
     said = f"{_than(difference)} the incumbent over {runs} fresh seed{'s' if runs > 1 else ''}"
-    if difference < 0 and deviations >= critical:
+    if difference < 0 and deviations >= critical and runs >= LEAST_RUNS:
         decision, reason = Decision.KEPT, f"{said}: {deviations:.1f} standard errors, where {critical:.1f} prove it"
     elif deviations < _hopeless(information, rules):
         decision, reason = Decision.DISCARDED, f"{said}: too little to be worth more runs"

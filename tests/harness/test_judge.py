@@ -157,9 +157,16 @@ def test_no_noise_at_all_is_no_division_by_zero() -> None:
     """With a spread of zero any difference is proof, and none is not."""
     still = Noise(standard_deviation=0.0, degrees_of_freedom=2)
     flat = {0: 2.0, 1: 2.0, 2: 2.0}
-    assert verdict(judge(evidence(1.9, {1: 1.9}, incumbent=flat, noise=still), RULES)).decision is Decision.KEPT
+    twice = {1: 1.9, 2: 1.9}
+    assert verdict(judge(evidence(1.9, twice, incumbent=flat, noise=still), RULES)).decision is Decision.KEPT
     assert verdict(judge(evidence(2.0, incumbent=flat, noise=still), RULES)).decision is Decision.DISCARDED
     assert verdict(judge(evidence(1.9, {1: 2.0}, incumbent=flat, noise=still), RULES)).decision is Decision.DISCARDED
+
+
+def test_one_fresh_run_is_never_enough() -> None:
+    """However far away it is: a second seed must say the same."""
+    assert judge(evidence(0.1, {1: 0.1}), RULES) == Replicate(of="candidate", replicate=2)
+    assert verdict(judge(evidence(0.1, {1: 0.1, 2: 0.1}), RULES)).decision is Decision.KEPT
 
 
 def test_what_can_be_proven_shrinks_with_runs_and_noise() -> None:
