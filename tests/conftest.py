@@ -26,7 +26,7 @@ from harness.records import (
     Verdict,
 )
 from harness.rows import Ending, NewNode, StudyRow
-from samples import BASE
+from tests.samples import BASE
 
 BYTES, TOKENS, NOISE = 180_000, 60_000, 0.006
 CLOCK = datetime.datetime(2026, 11, 29, 23, 0, tzinfo=datetime.UTC)

@@ -9,7 +9,7 @@ import pytest
 from harness.config import TrialConfig, Value, apply
 from harness.paths import StudyPaths
 from harness.records import Past, Proposal, ProposalState, Role, Trial, TrialState
-from samples import BASE
+from tests.samples import BASE
 
 
 @pytest.fixture

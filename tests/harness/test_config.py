@@ -16,7 +16,7 @@ from harness.config import (
     unflatten,
 )
 from harness.errors import BadValue, UnknownKnob
-from samples import BASE
+from tests.samples import BASE
 
 
 def config(**changes: object) -> TrialConfig:

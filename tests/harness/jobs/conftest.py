@@ -13,7 +13,7 @@ import pytest
 from frozen.tokens import write_split
 from harness.config import TrialConfig, apply
 from harness.jobs.job import EvalSettings, ScoreJob, TrainJob
-from samples import BASE
+from tests.samples import BASE
 
 VOCABULARY = 64
 NAUGHTY = Path(__file__).parent / "naughty.py"

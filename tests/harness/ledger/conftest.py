@@ -14,7 +14,7 @@ from harness.ledger import Ledger
 from harness.queries import Reader
 from harness.records import CurvePoint, Decision, Failed, Proposal, Role, Scored, Trained, TrialState, Verdict
 from harness.rows import Ending, NewNode, StudyRow
-from samples import BASE
+from tests.samples import BASE
 
 BUDGET = "200000tok"
 SEAL = "5" * 64
