@@ -131,7 +131,12 @@ class Loop:
             if step is not None:
                 self.baseline_trial(step)
                 continue
-            past = next(iter(self.reader.running()), None) or self.next_proposal()
+            past = next(iter(self.reader.running()), None)
+            control = self.control_step() if past is None else None
+            if control is not None:
+                self.trials.run(control)
+                continue
+            past = past or self.next_proposal()
             if past is None:
                 return Stopped(reason=self.exhausted(), exit_code=0)
             if past.state is ProposalState.RUNNING:
@@ -170,8 +175,25 @@ class Loop:
 
     def trials_of(self, config: TrialConfig) -> list[Trial]:
         """Return the search's trials of a config in the current epoch."""
-        epoch, budget = self.reader.epoch(), str(self.study.budget)
-        return [t for t in self.reader.trials() if (t.config, t.epoch, t.budget) == (config, epoch, budget)]
+        wanted = (config, self.reader.epoch(), str(self.study.budget))
+        return [
+            trial
+            for trial in self.reader.trials()
+            if (trial.config, trial.epoch, trial.budget) == wanted and trial.role is not Role.FINAL
+        ]
+
+    def control_step(self) -> Run | None:
+        """Return the incumbent's next control, due after every ``control_every`` decided proposals (0: never)."""
+        if not self.rules.control_every:
+            return None
+        last = max((trial.id for trial in self.reader.trials() if trial.role is Role.CONTROL), default=0)
+        since = [past for past in self.reader.past(curves=False) if past.verdict and past.trials[0].id > last]
+        if len(since) < self.rules.control_every:
+            return None
+        incumbent = self.reader.incumbent()
+        assert incumbent is not None
+        replicate = max(trial.replicate for trial in self.trials_of(incumbent.config)) + 1
+        return Run(role=Role.CONTROL, config=incumbent.config, replicate=replicate, proposal=incumbent.node or None)
 
     # --- proposals ---
 

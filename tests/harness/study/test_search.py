@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from harness.ledger import Ledger
 from harness.limits import Limits
 from harness.owner import Ended, Owner, Stopped
 from harness.paths import StudyPaths
+from harness.policy import Policy
 from harness.queries import Reader
 from harness.records import (
     Decision,
@@ -64,10 +67,14 @@ class Drive:
 
     def __init__(self, paths: StudyPaths, launcher: Any, script: Script) -> None:
         self.paths, self.launcher, self.script = paths, launcher, script
+        self.policy: Policy | None = None
+        """In the place of the study's own; the seal knows nothing of it."""
 
     def run(self, limits: Limits = LIMIT, ledger_class: Callable[[Path], Any] = Ledger.open) -> Stopped:
         """Run a driver to its end, or to the exception that kills it."""
         study = load(self.paths.root)
+        if self.policy is not None:
+            study = dataclasses.replace(study, policy=self.policy)
         with ledger_class(study.paths.ledger) as ledger, Reader(study.paths.ledger) as reader:
             recover(study.mark, ledger, reader)
             return self.loop(study, limits, ledger, reader).run()
@@ -169,6 +176,20 @@ def test_a_dead_canary_pauses_the_search_with_the_reason(drive: Callable[..., Dr
     broken[0] = False
     assert night.run().exit_code == 0
     assert (Role.CANARY, TrialState.SCORED, 3) in night.trials()
+
+
+def test_the_incumbent_runs_again_as_a_control(drive: Callable[..., Drive]) -> None:
+    """After every second decided proposal the incumbent runs with a seed of its own, also after a restart."""
+    night = drive(*[{"optim.learning_rate": rate} for rate in (2e-4, 2.5e-4, 1.5e-4, 1.2e-4)], BETTER)
+    text = night.paths.policy_toml.read_text().replace("control_every = 0", "control_every = 2")
+    with_controls = Policy.parse(tomllib.loads(text), ["text"])
+    night.policy = with_controls
+    night.run(Limits(trials=6))
+    night.run()
+    with Reader(night.paths.ledger) as reader:
+        assert reader.invariants() == []
+        controls = [(t.replicate, t.proposal) for t in reader.trials() if t.role is Role.CONTROL]
+    assert controls == [(3, None), (4, None)]
 
 
 def test_limits_are_totals_over_restarts(drive: Callable[..., Drive]) -> None:
