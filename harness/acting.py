@@ -96,7 +96,7 @@ def _study_to_run(name: str | None) -> tuple[Study, bool]:
         return study.load(name), False
     out = console()
     if DEMO in names():
-        out.print(f"Going on with the demo study in {folder_of(DEMO)}: {DEMO_PROPOSALS} more proposals.")
+        out.print(f"Going on with the demo study in {folder_of(DEMO)} instead of starting over.")
         return study.load(DEMO), True
     out.print("Making the demo study: a small model on the text of this machine's own Python library.")
     return study.create_demo(progress=out.print), True

@@ -59,7 +59,7 @@ def _extent(limits: Limits, done: int, seconds: float | None) -> str:
     if limits.trials is not None:
         parts.append(f"up to {limits.trials} trials in all ({max(0, limits.trials - done)} to go)")
     if limits.proposals is not None:
-        parts.append(f"{limits.proposals} more proposals")
+        parts.append(f"{limits.proposals} more proposal{'s' if limits.proposals > 1 else ''}")
     if limits.hours is not None:
         fit = f", about {limits.hours * 3600 / seconds:.0f} trials" if seconds else ""
         parts.append(f"{limits.hours:g} driver hours in all{fit}")
