@@ -203,5 +203,6 @@ def test_the_worker_dies_with_its_parent() -> None:
 def test_closing_twice_and_before_use_is_harmless() -> None:
     """Nothing was started, nothing is left."""
     proposer = SamplerProposer()
-    proposer.close()
-    proposer.close()
+    for _ in range(2):
+        proposer.close()
+        assert proposer._worker.pid is None

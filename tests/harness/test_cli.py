@@ -217,3 +217,18 @@ def test_until_is_the_next_time_the_clock_shows_it() -> None:
     evening = datetime.datetime(2026, 11, 30, 23, 0, tzinfo=datetime.UTC)
     assert next_moment("07:00", evening) == datetime.datetime(2026, 12, 1, 7, 0, tzinfo=datetime.UTC)
     assert next_moment("23:30", evening) == datetime.datetime(2026, 11, 30, 23, 30, tzinfo=datetime.UTC)
+
+
+def test_a_module_that_no_longer_parses_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sealed code that was broken outright cannot even be imported: one sentence, exit code 1, no trace."""
+
+    def broken(name: str) -> object:
+        raise SyntaxError("invalid syntax", (f"{name}.py", 3, 1, "def (", 3, 2))
+
+    monkeypatch.setattr("harness.cli.importlib.import_module", broken)
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().err
+    assert "line 3, does not parse" in printed
+    assert len(printed.splitlines()) == 1

@@ -169,6 +169,24 @@ def test_resume_of_another_job_is_refused(train_job: TrainJob) -> None:
         train(job.model_copy(update={"seed": 2}), lambda point: None)
 
 
+def test_a_damaged_resume_file_starts_over(train_job: TrainJob, capfd: pytest.CaptureFixture[str]) -> None:
+    """A disk that lost half of the file costs the work, not the run; the log names the file."""
+    job = turned(train_job, {}, resumable=True)
+
+    def interrupt(point: CurvePoint) -> None:
+        if point.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(job, interrupt)
+    place = job.folder / "resume.pt"
+    place.write_bytes(place.read_bytes()[: place.stat().st_size // 2])
+    steps: list[int] = []
+    assert isinstance(train(job, lambda point: steps.append(point.step)), Trained)
+    assert steps[0] == 2
+    assert "resume.pt cannot be read" in capfd.readouterr().err
+
+
 def test_score_of_a_trained_model(train_job: TrainJob, score_job: ScoreJob) -> None:
     """Training makes the scored text more probable than guessing does, and the documents add up."""
     assert isinstance(train(turned(train_job, {}), lambda point: None), Trained)
