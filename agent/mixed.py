@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from agent.briefing import brief
 from agent.evidence import Effect, effects
 from agent.random import RandomProposer
 from agent.rules import RulesProposer
 from agent.sampler import SamplerFailed, SamplerProposer
 from agent.space import propose_each
-from harness.records import History, Proposal, Proposer
+from harness.records import History, Proposal, Proposer, Terms
 
 OPENING = 4
 """First proposals of the rules: a learning-rate sweep tells more than a model of three points."""
@@ -37,6 +38,15 @@ class MixedProposer:
             "sampler": sampler or SamplerProposer(),
             "random": RandomProposer(),
         }
+
+    def begin(self, terms: Terms) -> None:
+        """Take the owner's terms on behalf of all."""
+        for arm in self._arms.values():
+            arm.begin(terms)
+
+    def briefing(self, history: History) -> str:
+        """Return what a language model would be shown."""
+        return brief(history)
 
     def propose(self, history: History, count: int) -> Sequence[Proposal]:
         """Return up to ``count`` proposals; none only if nothing at all is left to try."""

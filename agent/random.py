@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from agent.offline import OfflineProposer
 from agent.space import Space, Step, from_unit, propose_each, seed, show
 from harness.records import History, Proposal
 
@@ -16,7 +17,7 @@ ATTEMPTS = 2000
 """Draws before a space counts as used up; a small one of choices only can be."""
 
 
-class RandomProposer:
+class RandomProposer(OfflineProposer):
     """Draws diffs at random; a function of the study's seed and the proposal's number."""
 
     name = "random"
@@ -24,9 +25,6 @@ class RandomProposer:
     def propose(self, history: History, count: int) -> Sequence[Proposal]:
         """Return up to ``count`` proposals; fewer only where nothing new could be drawn."""
         return propose_each(history, count, self._draw)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _draw(self, history: History) -> Proposal | None:
         space = Space.of(history)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.evidence import Effect, Signals, differs_only_in, effects, signals
+from agent.offline import OfflineProposer
 from agent.space import Space, config_of, from_unit, propose_each, show, tidy, to_unit
 from harness.config import Value, flatten
 from harness.records import History, Proposal, TrialState
@@ -89,7 +90,7 @@ class Situation:
         return {name: min(beyond, key=lambda choice: abs(math.log(choice / wanted)))} if beyond else {}
 
 
-class RulesProposer:
+class RulesProposer(OfflineProposer):
     """Proposes what the decision framework says next; a pure function of the history."""
 
     name = "rules"
@@ -97,9 +98,6 @@ class RulesProposer:
     def propose(self, history: History, count: int) -> Sequence[Proposal]:
         """Return up to ``count`` proposals; none when every rule has had its say and every nudge was tried."""
         return propose_each(history, count, self._next)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _next(self, history: History) -> Proposal | None:
         space = Space.of(history)

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, Literal
 
 from agent.evidence import effects, failures, scores
+from agent.offline import OfflineProposer
 from agent.random import draw
 from agent.space import Space, config_of, from_unit, propose_each, seed, show, to_unit, trials
 from harness.config import Knob, TrialConfig, Value, apply, flatten
@@ -51,7 +52,7 @@ class SamplerFailed(RuntimeError):
     """The sampler's process died or did not answer, twice in a row; the text ends with what it said last."""
 
 
-class SamplerProposer:
+class SamplerProposer(OfflineProposer):
     """Proposes what Optuna's samplers expect most of, within the diffs that the policy allows."""
 
     name = "sampler"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from agent.offline import OfflineProposer
 from harness.config import explain
 from harness.errors import BadInput
 from harness.records import History, Proposal
@@ -22,7 +23,7 @@ SCRIPT = "OVERNIGHT_SCRIPT"
 """Environment variable that names the file, where no argument does."""
 
 
-class ScriptedProposer:
+class ScriptedProposer(OfflineProposer):
     """Hands out the lines of a JSON-lines file in their order; their ``source`` is always ``scripted``."""
 
     name = "scripted"
@@ -48,9 +49,6 @@ class ScriptedProposer:
         """Return the next ``count`` lines; nothing after the last one."""
         done = sum(past.proposal.source == self.name for past in history.past)
         return self._proposals[done : done + count]
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _parse(line: str, where: str) -> Proposal:

@@ -12,7 +12,8 @@
     │   └── LedgerBroken            the ledger contradicts itself
     ├── StudyLocked                 another driver owns the study (exit code 2)
     ├── CannotStart                 no job can be started on this machine (exit code 2)
-    └── StoppedEarly                the search ended before its totals: canary, disk (exit code 3)
+    ├── StoppedEarly                the search ended before its totals: canary, disk (exit code 3)
+    └── SpendingCapReached          a call to a language model could pass what the owner allows; never ends a search
 
 A job that fails is no error but a value, ``harness.records.Failed``.
 """
@@ -68,3 +69,7 @@ class StoppedEarly(OvernightError):
     """The search ended before its totals were reached; the reason is in the ledger."""
 
     exit_code = 3
+
+
+class SpendingCapReached(OvernightError):
+    """A call to a language model could pass what the owner allows; the search goes on without it."""

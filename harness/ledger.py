@@ -2,7 +2,8 @@
 
 Every change is one `atomic` block: a crash leaves a row either as it was or as it was meant to be. A row exists before
 its job starts and is closed once; the database itself refuses the rest (``schema/0001_ledger.sql``). Only the driver
-that holds the study's lock writes; everybody else reads through ``harness.queries``.
+that holds the study's lock writes; everybody else reads through ``harness.queries``. Threads of the driver may share
+one `Ledger`: a proposer books its calls while trials run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -19,8 +21,8 @@ from sqlite_utils import Database
 from harness.config import TrialConfig, difference
 from harness.errors import BadInput, LedgerBroken
 from harness.migrations import migrate, version
-from harness.records import BASELINE, Decision, Proposal, ProposalState, Role, Verdict
-from harness.rows import Configs, Ending, NewNode, StudyRow, dump, pack, stamp
+from harness.records import BASELINE, CallBegun, CallEnded, Decision, Proposal, ProposalState, Role, Verdict
+from harness.rows import Configs, Ending, NewNode, Spent, StudyRow, dump, pack, stamp
 
 BUSY_SECONDS = 30.0
 """How long a write waits for a reader that holds the file, e.g. during a checkpoint of the write-ahead log."""
@@ -38,6 +40,7 @@ class Ledger:
     def __init__(self, connection: sqlite3.Connection, now: Callable[[], datetime.datetime] = utc_now) -> None:
         self._db = Database(connection)
         self._now = now
+        self._turn = threading.RLock()
 
     @classmethod
     def create(cls, path: Path, *, study: StudyRow, now: Callable[[], datetime.datetime] = utc_now) -> Self:
@@ -95,7 +98,7 @@ class Ledger:
         `LedgerBroken`: the database refused a contradiction. `BadInput`: the disk is full or cannot be written.
         """
         try:
-            with self._db.atomic():
+            with self._turn, self._db.atomic():
                 yield
         except sqlite3.IntegrityError as error:
             raise LedgerBroken(f"the ledger refused a contradiction: {error}") from error
@@ -104,8 +107,11 @@ class Ledger:
 
     # --- proposals -----------------------------------------------------------------------------------------------
 
-    def queue(self, proposal: Proposal) -> int:
-        """Write down a proposal as it was made and return its number, from 1 upwards without a gap."""
+    def queue(self, proposal: Proposal, *, outside: bool = False) -> int:
+        """Write down a proposal as it was made and return its number, from 1 upwards without a gap.
+
+        One from ``outside``, by a person or another agent, goes before those of the study's own proposer.
+        """
         return self._insert(
             "proposals",
             {
@@ -120,6 +126,9 @@ class Ledger:
                 "tokens": proposal.tokens,
                 "cost_usd": proposal.cost_usd,
                 "latency_seconds": proposal.latency_seconds,
+                "call": proposal.call,
+                "abort_if": None if proposal.abort_if is None else dump(proposal.abort_if.model_dump()),
+                "outside": int(outside),
                 "state": ProposalState.QUEUED.value,
                 "created": self._stamp(),
             },
@@ -224,6 +233,49 @@ class Ledger:
         row |= {"diff": dump(difference(configs.value(parent_config), configs.value(config)))}
         self._insert("lineage", row | {"created": self._stamp()})
 
+    # --- calls to a language model ---------------------------------------------------------------------------------
+
+    def begin_call(self, call: CallBegun, most_usd: float | None) -> int:
+        """Write the row of a call that is about to be sent, with the most that it can cost, and return its number."""
+        row: dict[str, Any] = {"provider": call.provider, "model": call.model, "purpose": call.purpose}
+        row |= {"state": "in_flight", "most_tokens": call.most.tokens, "most_usd": most_usd, "begun": self._stamp()}
+        return self._insert("calls", row)
+
+    def end_call(self, number: int, ended: CallEnded, cost_usd: float | None) -> None:
+        """Close a call's row. One that was sent and whose usage nobody told counts at its worst case."""
+        usage = ended.usage
+        with self.atomic():
+            most_tokens, most_usd = self._one("SELECT most_tokens, most_usd FROM calls WHERE id = ?", number)
+            if usage is not None:
+                billed = usage.tokens
+            else:
+                billed, cost_usd = (most_tokens, most_usd) if ended.sent else (0, 0.0)
+            columns = {} if usage is None else usage.model_dump()
+            columns |= {"state": "answered" if ended.trouble is None else "failed", "trouble": ended.trouble}
+            columns |= {"billed_tokens": billed, "cost_usd": cost_usd, "error_text": ended.text}
+            columns |= {"latency_seconds": ended.latency_seconds, "ended": self._stamp()}
+            self._update("calls", "id", number, columns)
+
+    def lose_calls(self) -> int:
+        """Close what a dead driver had in flight, at its worst case, and return how many there were."""
+        with self.atomic():
+            lost = self._db.conn.execute(
+                "UPDATE calls SET state = 'lost', billed_tokens = most_tokens, cost_usd = most_usd, ended = ?,"
+                " trouble = 'driver_died', error_text = 'the driver ended before the answer came'"
+                " WHERE state = 'in_flight'",
+                (self._stamp(),),
+            )
+        return lost.rowcount
+
+    def spent(self) -> Spent:
+        """Return what all calls of the study have cost, those in flight at their worst case."""
+        tokens, usd, unpriced = self._one(
+            "SELECT coalesce(sum(coalesce(billed_tokens, most_tokens)), 0),"
+            " coalesce(sum(CASE WHEN ended IS NULL THEN most_usd ELSE cost_usd END), 0.0),"
+            " count(*) FILTER (WHERE (CASE WHEN ended IS NULL THEN most_usd ELSE cost_usd END) IS NULL) FROM calls"
+        )
+        return Spent(tokens=tokens, usd=usd, unpriced_calls=unpriced)
+
     # --- everything else -----------------------------------------------------------------------------------------
 
     def event(self, kind: str, text: str, data: Mapping[str, Any] | None = None) -> int:
@@ -241,7 +293,8 @@ class Ledger:
         return stamp(self._now())
 
     def _one(self, sql: str, *values: object) -> tuple[Any, ...]:
-        row = self._db.conn.execute(sql, values).fetchone()
+        with self._turn:
+            row = self._db.conn.execute(sql, values).fetchone()
         if row is None:
             raise LedgerBroken("the ledger has no baseline yet, or no such proposal")
         return tuple(row)
@@ -263,7 +316,9 @@ class Ledger:
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open the file durably (write-ahead log, synced at every commit) and migrate it."""
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_SECONDS)
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=BUSY_SECONDS, check_same_thread=False
+        )
     except sqlite3.OperationalError as error:
         raise BadInput(f"{path} cannot be written: {error}") from error
     try:

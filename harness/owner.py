@@ -73,7 +73,7 @@ class Owner:
         for message in inbox.take(self._paths):
             match message:
                 case inbox.Propose():
-                    number = self._ledger.queue(message.proposal)
+                    number = self._ledger.queue(message.proposal, outside=True)
                     self._view.say(f"Proposal {number} from {message.proposal.source} is queued.")
                 case inbox.Pause():
                     self._paused = True

@@ -106,6 +106,15 @@ class StudyPaths:
         return self.root / "program.md"
 
     @property
+    def prices_toml(self) -> Path:
+        """What language models cost, copied here; may change."""
+        return self.root / "prices.toml"
+
+    def call(self, call: int) -> Path:
+        """Folder of one call to a language model: what was asked and what came back."""
+        return self.root / "calls" / f"{call:05d}"
+
+    @property
     def seal_json(self) -> Path:
         """Digests of everything a score depends on."""
         return self.root / "seal.json"

@@ -33,9 +33,11 @@ from harness.records import (
     Verdict,
 )
 from harness.rows import (
+    Call,
     Configs,
     Event,
     StudyRow,
+    call_value,
     event_value,
     point_value,
     proposal_value,
@@ -107,6 +109,10 @@ class Reader:
         """Return what proposers wrote down for themselves, oldest first."""
         return tuple(row["text"] for row in self._rows("SELECT text FROM insights ORDER BY id"))
 
+    def calls(self) -> tuple[Call, ...]:
+        """Return all calls to language models, oldest first."""
+        return tuple(call_value(row) for row in self._rows("SELECT * FROM calls ORDER BY id"))
+
     def epoch(self) -> int:
         """Return the current epoch of the machine: that of the newest trials, 0 before the first."""
         return int(self._rows("SELECT coalesce(max(epoch), 0) AS epoch FROM trials")[0]["epoch"])
@@ -159,8 +165,10 @@ class Reader:
         return found[0]
 
     def queued(self) -> tuple[Past, ...]:
-        """Return the proposals that wait, oldest first."""
-        return self._past("state = ?", ProposalState.QUEUED.value, curves=False)
+        """Return the proposals that wait in the order of their turn: those from outside first, then the oldest."""
+        outside = {row["number"] for row in self._rows("SELECT number FROM proposals WHERE outside")}
+        waiting = self._past("state = ?", ProposalState.QUEUED.value, curves=False)
+        return tuple(sorted(waiting, key=lambda past: (past.number not in outside, past.number)))
 
     def running(self) -> tuple[Past, ...]:
         """Return the proposals that were started and not decided: after a crash, those to go on with."""
@@ -262,7 +270,15 @@ class Reader:
 
     # --- for proposers and for `verify` ----------------------------------------------------------------------------
 
-    def history(self, *, knobs: Mapping[str, Knob], max_changes: int, minimum_steps: int) -> History:
+    def history(
+        self,
+        *,
+        knobs: Mapping[str, Knob],
+        max_changes: int,
+        minimum_steps: int,
+        program: str = "",
+        device_memory_bytes: int | None = None,
+    ) -> History:
         """Return all that a proposer may know, as of one moment."""
         with self.snapshot():
             study, past, lineage = self.study(), self.past(), self.lineage()
@@ -283,6 +299,8 @@ class Reader:
                 noise=self.noise(),
                 past=past,
                 device=devices[0]["device"] if devices else study.device,
+                device_memory_bytes=device_memory_bytes,
+                program=program,
                 insights=self.insights(),
                 baseline_trials=self._trials("proposal IS NULL", curves=True),
             )

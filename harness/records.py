@@ -1,4 +1,4 @@
-"""The values that a search passes along, in order of appearance: proposal, trial, outcome, verdict, history, proposer.
+"""The values that a search passes along, from proposal and trial to history, call and proposer, in order of appearance.
 
 A failing job is a value (`Failed`), a failing harness is an exception. A failed trial has no score: ``None`` and a
 reason, never a number. Lower scores are better; a ``difference`` is candidate minus incumbent, so negative is better.
@@ -7,6 +7,7 @@ reason, never a number. Lower scores are better; a ``difference`` is candidate m
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,15 @@ Prose = Annotated[str, AfterValidator(_without_control)]
 """Text by a person or a model, shown to people."""
 
 
+class AbortIf(Record):
+    """A proposal's own condition for giving up on its screening run; the harness enforces it at the probe points."""
+
+    probe_above: Annotated[float, Field(gt=0)]
+    """Bits per byte of the probe split above which the run ends."""
+    after: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the budget from which on it is looked at."""
+
+
 class Proposal(Record):
     """What a proposer wants tried next, and what it expects of it."""
 
@@ -59,8 +69,11 @@ class Proposal(Record):
     predicted_change: float | None = None
     """Expected difference of the study's metric against the parent; negative is better."""
     confidence: Annotated[float, Field(ge=0, le=1)] | None = None
+    abort_if: AbortIf | None = None
+    call: Annotated[int, Field(ge=1)] | None = None
+    """Row of the ledger's ``calls`` that it came from; None where no language model was asked."""
     tokens: Annotated[int, Field(ge=0)] | None = None
-    """Tokens billed for it; None where no model was asked."""
+    """Its share of the tokens billed for that call, which may have returned several proposals."""
     cost_usd: Annotated[float, Field(ge=0)] | None = None
     latency_seconds: Annotated[float, Field(ge=0)] | None = None
 
@@ -264,6 +277,21 @@ class Noise:
     standard_deviation: float
     degrees_of_freedom: int
 
+    @property
+    def step(self) -> float:
+        """The largest of 1, 2 and 5 times a power of ten that is at most the standard deviation; 0 without noise."""
+        if self.standard_deviation <= 0:
+            return 0.0
+        power = 10.0 ** math.floor(math.log10(self.standard_deviation))
+        return max(power * factor for factor in (1, 2, 5) if factor == 1 or power * factor <= self.standard_deviation)
+
+    def rounded(self, score: float) -> float:
+        """Return a score to the nearest `step`: what a model or an agent is shown.
+
+        Digits below the noise would invite it to climb the validation split's luck (DESIGN section 7).
+        """
+        return score if self.step == 0 else round(round(score / self.step) * self.step, 12)
+
 
 # --- history -----------------------------------------------------------------------------------------------------
 
@@ -330,9 +358,91 @@ class History:
     past: tuple[Past, ...]
     """All proposals in the order of their numbers, queued and running ones included."""
     device: str | None = None
+    device_memory_bytes: int | None = None
+    """Of the GPU, or of the machine on a CPU."""
+    program: str = ""
+    """What the owner tells a model: the text of program.md."""
     insights: tuple[str, ...] = field(default=())
     baseline_trials: tuple[Trial, ...] = field(default=())
     """Trials that belong to no proposal (baseline, control, canary), with their curves: what to learn from first."""
+
+
+# --- calls to a language model -----------------------------------------------------------------------------------
+
+
+class Usage(Record):
+    """What a provider bills for one call."""
+
+    input_tokens: Annotated[int, Field(ge=0)]
+    """Without those read from or written to a cache."""
+    cache_read_tokens: Annotated[int, Field(ge=0)] = 0
+    cache_write_tokens: Annotated[int, Field(ge=0)] = 0
+    output_tokens: Annotated[int, Field(ge=0)]
+    """Reasoning included."""
+    reasoning_tokens: Annotated[int, Field(ge=0)] = 0
+    """Part of ``output_tokens``, where the provider says."""
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the call."""
+        return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens + self.output_tokens
+
+
+class CallBegun(Record):
+    """A call that is about to be sent: who is asked, for what, and the most that it can use."""
+
+    provider: str
+    model: str
+    purpose: str
+    """``check``, ``probe``, ``proposals`` or ``repair``."""
+    most: Usage
+    """The worst case, which counts against the caps until the call has ended."""
+
+
+class CallEnded(Record):
+    """How a call ended. ``trouble`` and ``text`` are None for one that was answered."""
+
+    usage: Usage | None
+    """None if the provider said nothing; what was reserved counts as used then, unless nothing was ever sent."""
+    latency_seconds: Annotated[float, Field(ge=0)]
+    trouble: str | None = None
+    """Class of the failure, e.g. ``rate_limited``."""
+    text: Prose | None = None
+    sent: bool = True
+    """False: no connection came about, or the provider turned the request away, so that nothing was billed."""
+
+
+class Desk(Protocol):
+    """What a proposer that asks a language model may do to its study, from any thread; the harness books it."""
+
+    def begin_call(self, call: CallBegun) -> int:
+        """Return the number of a call that may be sent now; `SpendingCapReached` if a cap could be passed by it."""
+        ...
+
+    def end_call(self, call: int, ended: CallEnded) -> float | None:
+        """Close a call's row and return its cost in dollars, None where the model's price is not known."""
+        ...
+
+    def keep(self, call: int, name: str, text: str) -> None:
+        """Write down a prompt or a reply for the reader, as file ``name`` of the call's folder; never a header."""
+        ...
+
+    def event(self, kind: str, text: str) -> None:
+        """Write down an outage, a refusal or a recovery."""
+        ...
+
+    def insight(self, text: str) -> None:
+        """Write down what the model wants to remember; longer texts are cut."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What the owner asks of a proposer, given once before it is asked for anything."""
+
+    llm: str | None
+    """``MODEL`` or ``PROVIDER:MODEL``; None: no language model is asked."""
+    desk: Desk
 
 
 class Proposer(Protocol):
@@ -340,8 +450,16 @@ class Proposer(Protocol):
 
     name: str
 
+    def begin(self, terms: Terms) -> None:
+        """Take the owner's terms; `WrongUse` if they cannot be met: no model, no key, a model that is not there."""
+        ...
+
     def propose(self, history: History, count: int) -> Sequence[Proposal]:
         """Return one to ``count`` proposals, or none if it has nothing left to say."""
+        ...
+
+    def briefing(self, history: History) -> str:
+        """Return what a language model would be shown of this history."""
         ...
 
     def close(self) -> None:

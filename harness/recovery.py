@@ -15,6 +15,9 @@ def recover(mark: str, ledger: Ledger, reader: Reader) -> None:
     killed = sweep(mark)
     if killed:
         ledger.event("swept", f"{killed} processes of a dead driver were killed", {"processes": killed})
+    calls = ledger.lose_calls()
+    if calls:
+        ledger.event("calls_lost", f"{calls} calls to a language model were in flight; they count at their worst case")
     for trial in reader.open_trials():
         lost = Failed(
             state=TrialState.LOST,

@@ -17,6 +17,7 @@ from typing import Any, Self
 from harness.config import TrialConfig, unflatten
 from harness.records import (
     FAILURES,
+    AbortIf,
     CurvePoint,
     Decision,
     Failed,
@@ -75,6 +76,36 @@ class Event:
     text: str
     data: Mapping[str, Any]
     created: datetime.datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call to a language model, as it was booked."""
+
+    id: int
+    provider: str
+    model: str
+    purpose: str
+    state: str
+    """``in_flight``, ``answered``, ``failed`` or ``lost``."""
+    tokens: int
+    """Billed, or the worst case while that is not known."""
+    cost_usd: float | None
+    """Likewise; None where the model has no price."""
+    latency_seconds: float | None
+    trouble: str | None
+    error_text: str | None
+    begun: datetime.datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What calls to language models have cost so far, calls in flight at their worst case included."""
+
+    tokens: int
+    usd: float
+    unpriced_calls: int
+    """Calls whose cost is not known, because their model has no price."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +237,8 @@ def proposal_value(row: sqlite3.Row) -> Proposal:
         tokens=row["tokens"],
         cost_usd=row["cost_usd"],
         latency_seconds=row["latency_seconds"],
+        call=row["call"],
+        abort_if=None if row["abort_if"] is None else AbortIf.model_validate_json(row["abort_if"]),
     )
 
 
@@ -244,6 +277,20 @@ def verdict_value(row: sqlite3.Row) -> Verdict:
         probability=row["probability"],
         replicates=row["replicates"],
         reason=row["reason"],
+    )
+
+
+def call_value(row: sqlite3.Row) -> Call:
+    """Return a row of ``calls`` as a value."""
+    begun = moment(row["begun"])
+    assert begun is not None
+    open_still = row["ended"] is None
+    return Call(
+        tokens=row["most_tokens"] if open_still else row["billed_tokens"],
+        cost_usd=row["most_usd"] if open_still else row["cost_usd"],
+        begun=begun,
+        **{name: row[name] for name in ("id", "provider", "model", "purpose", "state")},
+        **{name: row[name] for name in ("latency_seconds", "trouble", "error_text")},
     )
 
 

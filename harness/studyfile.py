@@ -86,6 +86,12 @@ class Agent(Section):
     """``[agent]``: who proposes. May change."""
 
     proposer: str = "mixed"
+    llm: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Language model that proposes: ``MODEL`` or ``PROVIDER:MODEL``; absent: none is asked."""
+    max_usd: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Most that all calls of the study may cost."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens that all calls of the study may use."""
 
 
 class Running(Section):

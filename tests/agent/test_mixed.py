@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent.mixed import LEAST_SHARE, OPENING, MixedProposer, order, shares
+from agent.offline import OfflineProposer
 from agent.random import RandomProposer
 from agent.sampler import SamplerFailed
 from harness.records import History, Proposal
@@ -16,16 +17,13 @@ class Stub(RandomProposer):
     name = "sampler"
 
 
-class Broken:
+class Broken(OfflineProposer):
     """A sampler whose process cannot be started."""
 
     name = "sampler"
 
     def propose(self, history: History, count: int) -> Sequence[Proposal]:
         raise SamplerFailed("no process")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def test_rules_open_and_then_both_have_their_share(make_night: Any) -> None:

@@ -30,6 +30,7 @@ from harness.records import (
     Proposal,
     ProposalState,
     Role,
+    Terms,
     TrialState,
 )
 from harness.recovery import recover
@@ -57,6 +58,13 @@ class Script:
         """Return the next diff."""
         left = self.diffs[history.next_number - 1 :][:count]
         return [Proposal(diff=diff, source=self.name, rationale="why", watch="what") for diff in left]
+
+    def begin(self, terms: Terms) -> None:
+        """Take any terms."""
+
+    def briefing(self, history: History) -> str:
+        """Ask nobody."""
+        return ""
 
     def close(self) -> None:
         """Hold nothing."""

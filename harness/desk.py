@@ -1,0 +1,58 @@
+"""Books what a proposer does with a language model: calls and their cost, prompts and replies, outages, insights.
+
+Used from the proposer's thread while the driver trains; the ledger takes one of them at a time.
+"""
+
+from __future__ import annotations
+
+from harness.files import write_whole
+from harness.ledger import Ledger
+from harness.paths import StudyPaths
+from harness.records import CallBegun, CallEnded
+from harness.spending import Caps, Prices
+
+LONGEST_INSIGHT = 500
+"""Characters of a note that a model writes to itself."""
+
+
+class StudyDesk:
+    """The desk of one study's driver; a `harness.records.Desk`."""
+
+    def __init__(self, ledger: Ledger, paths: StudyPaths, prices: Prices, caps: Caps) -> None:
+        self._ledger = ledger
+        self._paths = paths
+        self._prices = prices
+        self._caps = caps
+        self._models: dict[int, str] = {}
+
+    def begin_call(self, call: CallBegun) -> int:
+        """Return the number of a call that may be sent now; `SpendingCapReached` if a cap could be passed by it."""
+        most_usd = self._prices.cost_usd(call.model, call.most)
+        with self._ledger.atomic():  # nobody else may reserve between the look and the row
+            self._caps.check(self._ledger.spent(), call.most, most_usd)
+            number = self._ledger.begin_call(call, most_usd)
+        self._models[number] = call.model
+        return number
+
+    def end_call(self, call: int, ended: CallEnded) -> float | None:
+        """Close a call's row and return its cost in dollars, None where it is not known."""
+        model = self._models.pop(call)
+        cost_usd = None if ended.usage is None else self._prices.cost_usd(model, ended.usage)
+        self._ledger.end_call(call, ended, cost_usd)
+        return cost_usd
+
+    def keep(self, call: int, name: str, text: str) -> None:
+        """Write down a prompt or a reply for the reader."""
+        folder = self._paths.call(call)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, text.encode("utf-8", "replace").decode("utf-8"))
+
+    def event(self, kind: str, text: str) -> None:
+        """Write down an outage, a refusal or a recovery."""
+        self._ledger.event(kind, text)
+
+    def insight(self, text: str) -> None:
+        """Write down what the model wants to remember, cut to `LONGEST_INSIGHT` characters."""
+        cut = text.strip()[:LONGEST_INSIGHT]
+        if cut:
+            self._ledger.insight(cut)
