@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from frozen.timer import Budget
     from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
+    from harness.studyfile import Agent
 
 DEMO_PROPOSALS = 10
 """Proposals that one `overnight run` of the demo decides."""
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     study, is_demo = _study_to_run(arguments.study)
     limits = _limits(arguments, study, is_demo=is_demo)
     with screen(out, study.paths, limits, plain=arguments.plain) as view:
-        stopped = search(study, limits=limits, proposer=arguments.proposer, cold=arguments.cold, view=view)
+        stopped = search(study, limits=limits, agent=_agent(arguments, study), cold=arguments.cold, view=view)
     _show_result(study.paths)
     return stopped.exit_code
 
@@ -100,6 +101,16 @@ def _study_to_run(name: str | None) -> tuple[Study, bool]:
         return study.load(DEMO), True
     out.print("Making the demo study: a small model on the text of this machine's own Python library.")
     return study.create_demo(progress=out.print), True
+
+
+def _agent(arguments: argparse.Namespace, study: Study) -> Agent:
+    """Return who proposes: what the command says goes before what study.toml says, key by key."""
+    names = ("proposer", "llm", "max_usd", "max_tokens")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    try:
+        return type(study.file.agent).model_validate(study.file.agent.model_dump() | given)
+    except ValidationError as error:
+        raise BadValue(explain(error)) from error
 
 
 def _limits(arguments: argparse.Namespace, study: Study, *, is_demo: bool) -> Limits:

@@ -136,6 +136,9 @@ def _search_commands(commands: _Commands) -> None:
     command.add_argument("--until", type=_clock, metavar="HH:MM", help="no trial begins that would end later")
     command.add_argument("--proposals", type=_positive_int, metavar="N", help="end after N more proposals are decided")
     command.add_argument("--proposer", metavar="NAME", help="who proposes (default: the study's)")
+    command.add_argument("--llm", metavar="MODEL", help="language model that proposes, MODEL or PROVIDER:MODEL")
+    command.add_argument("--max-usd", type=_amount, metavar="X", help="most that its calls may cost, study's total")
+    command.add_argument("--max-tokens", type=_positive_int, metavar="N", help="most tokens that its calls may use")
     command.add_argument("--cold", action="store_true", help="a fresh interpreter for every job")
     command.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
 
@@ -220,6 +223,16 @@ def _positive(text: str) -> float:
         number = 0.0
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _amount(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of dollars")
     return number
 
 

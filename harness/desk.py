@@ -5,11 +5,16 @@ Used from the proposer's thread while the driver trains; the ledger takes one of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+from harness.errors import BadInput
 from harness.files import write_whole
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
-from harness.records import CallBegun, CallEnded
+from harness.records import CallBegun, CallEnded, provider_and_model
 from harness.spending import Caps, Prices
+from harness.studyfile import Agent
 
 LONGEST_INSIGHT = 500
 """Characters of a note that a model writes to itself."""
@@ -18,12 +23,30 @@ LONGEST_INSIGHT = 500
 class StudyDesk:
     """The desk of one study's driver; a `harness.records.Desk`."""
 
-    def __init__(self, ledger: Ledger, paths: StudyPaths, prices: Prices, caps: Caps) -> None:
+    def __init__(self, ledger: Ledger, paths: StudyPaths, agent: Agent) -> None:
+        """Read the study's prices; `BadInput` if they cannot be read."""
         self._ledger = ledger
         self._paths = paths
-        self._prices = prices
-        self._caps = caps
+        self._prices = Prices.of(paths)
+        self._caps = Caps(max_usd=agent.max_usd, max_tokens=agent.max_tokens)
         self._models: dict[int, str] = {}
+        self._news: SimpleQueue[str] = SimpleQueue()
+
+    def check_price(self, llm: str | None) -> None:
+        """Raise `BadInput` if a cap on money could not be held because the model's price is not known."""
+        if llm is None or self._caps.max_usd is None:
+            return
+        model = provider_and_model(llm)[1]
+        if model not in self._prices.models:
+            raise BadInput(
+                f"the price of {model} is not known, so --max-usd cannot be kept: add it to {self._paths.prices_toml}"
+                " (a model on your own machine costs 0), or cap --max-tokens instead"
+            )
+
+    def news(self) -> Iterator[str]:
+        """Yield what was noted since the last time, for the owner's screen."""
+        while not self._news.empty():
+            yield self._news.get()
 
     def begin_call(self, call: CallBegun) -> int:
         """Return the number of a call that may be sent now; `SpendingCapReached` if a cap could be passed by it."""
@@ -50,6 +73,7 @@ class StudyDesk:
     def event(self, kind: str, text: str) -> None:
         """Write down an outage, a refusal or a recovery."""
         self._ledger.event(kind, text)
+        self._news.put(text)
 
     def insight(self, text: str) -> None:
         """Write down what the model wants to remember, cut to `LONGEST_INSIGHT` characters."""

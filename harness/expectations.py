@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from harness.jobs.sandbox import system_paths
 from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
+from harness.records import provider_and_model
 from harness.study import Study
+from harness.studyfile import Agent
 
 GIB = 1024**3
 
 
-def expectations(study: Study, reader: Reader, tier: str, limits: Limits) -> list[str]:
+def expectations(study: Study, reader: Reader, tier: str, limits: Limits, agent: Agent) -> list[str]:
     """Return the lines for the start of a run."""
     trials = reader.trials()
     lines = [f"Study {study.paths.name}: {study.file.study.task}, budget {study.budget} a trial on {study.device}."]
@@ -45,8 +48,26 @@ def expectations(study: Study, reader: Reader, tier: str, limits: Limits) -> lis
             f"Note: the text of {', '.join(readable)} lies where every Python process reads (the interpreter or the"
             " system): a job could read its val documents there. Keep data elsewhere to close that."
         )
-    lines.append("Nothing leaves this machine and nothing is spent: the proposer works offline.")
+    lines.append(_model(agent, reader))
     return lines
+
+
+def _model(agent: Agent, reader: Reader) -> str:
+    """Say what leaves the machine towards a language model, and what that may cost."""
+    if agent.llm is None:
+        return "Nothing leaves this machine and nothing is spent: the proposer works offline."
+    provider, model = provider_and_model(agent.llm)
+    used = sum(call.tokens for call in reader.calls())
+    caps = [
+        *([f"${agent.max_usd:.2f}"] if agent.max_usd is not None else []),
+        *([f"{agent.max_tokens:,} tokens"] if agent.max_tokens is not None else []),
+    ]
+    most = f"at most {' and '.join(caps)} in all" if caps else "without a cap (--max-usd, --max-tokens)"
+    return (
+        f"Model {model} at {os.environ.get('OPENAI_BASE_URL') or provider if provider == 'openai' else provider}"
+        f" is shown what `overnight briefing {reader.study().name}` prints and nothing else: settings, rounded scores,"
+        f" curves, errors, program.md; no text of the data. It may use {most}; {used:,} tokens are used so far."
+    )
 
 
 def is_readable_by_jobs(source: Path) -> bool:

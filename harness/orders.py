@@ -7,11 +7,19 @@ from pathlib import Path
 from frozen.timer import Budget
 from harness.config import TrialConfig
 from harness.jobs.job import ScoreJob, TrainJob
+from harness.records import AbortIf
 from harness.study import Study
 
 
 def train_order(
-    study: Study, config: TrialConfig, *, seed: int, budget: Budget, folder: Path, resumable: bool = False
+    study: Study,
+    config: TrialConfig,
+    *,
+    seed: int,
+    budget: Budget,
+    folder: Path,
+    abort_if: AbortIf | None = None,
+    resumable: bool = False,
 ) -> TrainJob:
     """Return the order to train ``config`` in ``folder``, which is all that the child may write."""
     return TrainJob(
@@ -23,6 +31,7 @@ def train_order(
         tokenizer=study.paths.tokenizer.resolve(),
         folder=folder.resolve(),
         evaluation=study.evaluation,
+        abort_if=abort_if,
         resumable=resumable,
         device=study.device,
         threads=study.threads,

@@ -261,6 +261,11 @@ def refuse_unknown_keys(model: type[BaseModel], table: Mapping[str, Any], where:
             refuse_unknown_keys(inner, value, f"{where}{key}.")
 
 
+def packaged_prices() -> Path:
+    """Return the file of prices that comes with us."""
+    return _packaged() / "prices.toml"
+
+
 def _packaged() -> Path:
     """Return the folder of the policies that come with us."""
     assert policies.__file__ is not None

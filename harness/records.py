@@ -436,6 +436,21 @@ class Desk(Protocol):
         ...
 
 
+PROVIDERS = ("anthropic", "openai")
+
+
+def provider_and_model(llm: str) -> tuple[str, str]:
+    """Return who is asked and for which model: ``PROVIDER:MODEL``, or a model's name that gives its provider away.
+
+    Only the known providers count as a prefix, because local servers name models with colons. What is not Claude is
+    taken for a model that speaks OpenAI's protocol, as every local server does.
+    """
+    provider, colon, model = llm.partition(":")
+    if colon and provider in PROVIDERS:
+        return provider, model
+    return ("anthropic" if llm.startswith("claude") else "openai"), llm
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
     """What the owner asks of a proposer, given once before it is asked for anything."""

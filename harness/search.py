@@ -9,11 +9,15 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import assert_never
 
 from harness import checkpoints
+from harness.ahead import Ahead
 from harness.config import TrialConfig, flatten
+from harness.desk import StudyDesk
 from harness.errors import OvernightError, StoppedEarly
 from harness.expectations import expectations
 from harness.launch import Launcher
@@ -29,15 +33,18 @@ from harness.records import (
     Decision,
     History,
     Past,
+    Proposal,
     ProposalState,
     Proposer,
     Role,
+    Terms,
     Trial,
     Verdict,
 )
 from harness.recovery import recover
 from harness.rows import NewNode
 from harness.study import Study
+from harness.studyfile import Agent
 from harness.trials import TrialRunner
 from harness.view import View
 from harness.walk import Repair, Run, consecutive_failures, failed_replicates, next_step
@@ -46,14 +53,17 @@ BASELINE_REPLICATES = 3
 """Seeds that the baseline runs with before anything is judged against it."""
 FAILURES_BEFORE_CANARY = 3
 """Failed trials in a row after which the baseline runs again: is it the configs or the machine?"""
+ANSWER_POLL_SECONDS = 0.2
+"""How often the owner's wishes are looked at while nothing runs because the proposer still thinks."""
 FRUITLESS_LIMIT = 50
 """Proposals in a row that lead to no trial before the space counts as exhausted."""
 
 
-def search(study: Study, *, limits: Limits, proposer: str | None, cold: bool, view: View) -> Stopped:
+def search(study: Study, *, limits: Limits, agent: Agent, cold: bool, view: View) -> Stopped:
     """Run the study until a limit is reached, the owner ends it or going on makes no sense.
 
-    Raises `StudyLocked` if another driver owns the study, `SealBroken` if something a score depends on has changed.
+    Raises `StudyLocked` if another driver owns the study, `SealBroken` if something a score depends on has changed,
+    `WrongUse` if the proposer lacks a key, a model or its price.
     """
     with ExitStack() as stack:
         stack.enter_context(driver_lock(study.paths))
@@ -62,19 +72,31 @@ def search(study: Study, *, limits: Limits, proposer: str | None, cold: bool, vi
         reader = stack.enter_context(Reader(study.paths.ledger))
         study.seal.verify(thorough=True)
         recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
-        name = proposer or study.file.agent.proposer
-        chosen = load_proposer(name)
+        desk = StudyDesk(ledger, study.paths, agent)
+        chosen = load_proposer(agent.proposer)
         stack.callback(chosen.close)
+        note_agent(agent, ledger, reader)
+        desk.check_price(agent.llm)
+        chosen.begin(Terms(llm=agent.llm, desk=desk))  # what is missing is told before the nursery warms up
         launcher = stack.enter_context(
             Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads)
         )
         owner = Owner(study.paths, ledger, view)
         stack.enter_context(owner.signals())
         trials = TrialRunner(study, ledger, reader, launcher, owner, view)
-        loop = Loop(study, limits, ledger, reader, chosen, trials, owner, view)
-        for line in expectations(study, reader, launcher.sandbox_tier, limits):
+        loop = Loop(study, limits, ledger, reader, chosen, trials, owner, view, desk)
+        for line in expectations(study, reader, launcher.sandbox_tier, limits, agent):
             view.say(line)
         return loop.run()
+
+
+def note_agent(agent: Agent, ledger: Ledger, reader: Reader) -> None:
+    """Book who proposes and under which caps, where that is news: these settings may change between runs."""
+    now = agent.model_dump()
+    before = reader.events("agent")
+    if not before or before[-1].data != now:
+        model = f" with {agent.llm}" if agent.llm else ""
+        ledger.event("agent", f"proposer {agent.proposer}{model}", now)
 
 
 class Loop:
@@ -90,6 +112,7 @@ class Loop:
         trials: TrialRunner,
         owner: Owner,
         view: View,
+        desk: StudyDesk,
     ) -> None:
         self.study = study
         self.limits = limits
@@ -99,6 +122,8 @@ class Loop:
         self.trials = trials
         self.owner = owner
         self.view = view
+        self.desk = desk
+        self.ahead = Ahead(proposer)
         self.rules = study.policy.judge
         self.decided = 0
         self.began_seconds = time.monotonic()
@@ -204,8 +229,7 @@ class Loop:
         if not queued:
             if self.fruitless() >= FRUITLESS_LIMIT:
                 return None
-            for proposal in self.proposer.propose(self.history(), 1):
-                self.ledger.queue(proposal)
+            self.collect(self.answer())
             queued = self.reader.queued()
             if not queued:
                 return None
@@ -213,6 +237,30 @@ class Loop:
         if past.state is not ProposalState.RUNNING:
             self.view.decided(past)
         return past
+
+    def ask_ahead(self) -> None:
+        """Let the proposer think while trials run, unless somebody waits already or this run needs nobody more."""
+        last = self.limits.proposals is not None and self.decided + 1 >= self.limits.proposals
+        if not (last or self.ahead.is_asked or self.reader.queued()):
+            self.ahead.ask(self.history())
+
+    def answer(self) -> Sequence[Proposal]:
+        """Return the proposer's answer: the one it was asked for ahead, or, if that came to nothing, a new one."""
+        for _ in range(2):
+            if not self.ahead.is_asked:
+                self.ahead.ask(self.history())
+            while (proposals := self.ahead.take(wait_seconds=ANSWER_POLL_SECONDS)) is None:
+                self.owner.obey()
+            if proposals or self.reader.queued():
+                return proposals
+        return ()
+
+    def collect(self, proposals: Sequence[Proposal]) -> None:
+        """Queue what was proposed, and say what the proposer noted meanwhile."""
+        for proposal in proposals:
+            self.ledger.queue(proposal)
+        for text in self.desk.news():
+            self.view.say(text)
 
     def admit(self, past: Past) -> Past:
         """Turn a queued proposal into a running one, or close it with the reason."""
@@ -263,7 +311,9 @@ class Loop:
                     failing = consecutive_failures(self.reader.trials()) >= FAILURES_BEFORE_CANARY
                     if failing or self.limit() is not None:
                         return
+                    self.ask_ahead()
                     self.trials.run(step)
+                    self.collect(self.ahead.take(wait_seconds=0) or ())
                 case Repair():
                     self.ledger.amend(past.number, step.config)
                     self.ledger.event("repair", f"proposal {past.number} ran out of memory", flatten(step.config))
@@ -310,7 +360,7 @@ class Loop:
     def fruitless(self) -> int:
         """Return how many proposals in a row led to no trial."""
         count = 0
-        for past in reversed(self.reader.past()):
+        for past in reversed(self.reader.past(curves=False)):
             if past.state not in (ProposalState.REFUSED, ProposalState.DUPLICATE, ProposalState.STALE):
                 break
             count += 1
@@ -321,13 +371,18 @@ class Loop:
         return f"proposer {self.proposer.name} has nothing new to propose ({self.fruitless()} fruitless in a row)"
 
     def history(self) -> History:
-        """Return what a proposer is given."""
+        """Return what a proposer is given: running proposals without their trials.
+
+        So that the answer is the same whether it is asked for when they begin or, after a crash, in their middle.
+        """
         policy = self.study.policy
-        return self.reader.history(
+        history = self.reader.history(
             knobs=policy.knobs,
             max_changes=policy.proposals.max_changes,
             minimum_steps=policy.proposals.minimum_steps,
         )
+        past = (replace(p, trials=()) if p.state is ProposalState.RUNNING else p for p in history.past)
+        return replace(history, past=tuple(past))
 
 
 def _named(number: int) -> str:

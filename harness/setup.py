@@ -26,7 +26,7 @@ from harness.config import TrialConfig, Value
 from harness.errors import BadInput
 from harness.ledger import Ledger
 from harness.paths import DEMO, StudyPaths, cache_folder
-from harness.policy import Policy, find_policy, find_program
+from harness.policy import Policy, find_policy, find_program, packaged_prices
 from harness.rows import StudyRow
 from harness.seal import Seal
 from harness.study import METRICS, Study, build, load
@@ -262,6 +262,7 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
         file = checked.file.model_copy(update={"study": asked})
         files.write_whole(aside.policy_toml, checked.policy_file.read_text(encoding="utf-8"))
         files.write_whole(aside.program_md, find_program(checked.policy_file).read_text(encoding="utf-8"))
+        files.write_whole(aside.prices_toml, packaged_prices().read_text(encoding="utf-8"))
         files.write_whole(aside.study_toml, file.render())
         for folder in (aside.inbox, aside.trials, aside.lineage):
             folder.mkdir()

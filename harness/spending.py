@@ -17,7 +17,8 @@ from pydantic import Field, ValidationError
 
 from harness.config import Section, explain
 from harness.errors import BadInput, SpendingCapReached
-from harness.policy import refuse_unknown_keys
+from harness.paths import StudyPaths
+from harness.policy import packaged_prices, refuse_unknown_keys
 from harness.records import Usage
 from harness.rows import Spent
 
@@ -65,6 +66,11 @@ class Prices(Section):
             raise BadInput(f"{path}: {error}") from error
         except ValidationError as error:
             raise BadInput(f"{path}: {explain(error)}") from error
+
+    @classmethod
+    def of(cls, paths: StudyPaths) -> Prices:
+        """Return the study's prices, or those that come with us for a study that is older than its prices."""
+        return cls.read(paths.prices_toml if paths.prices_toml.exists() else packaged_prices())
 
     def cost_usd(self, model: str, usage: Usage) -> float | None:
         """Return what a call cost, or None for a model that has no price here."""

@@ -64,7 +64,7 @@ class TrialRunner:
         _write_order(paths, step.config, seed, study.budget)
         self._view.trial_began(self._reader.trial(number))
         points: list[CurvePoint] = []
-        ending = self._train_and_score(step.config, seed, paths, number, points)
+        ending = self._train_and_score(step, seed, paths, number, points)
         self._ledger.close_trial(number, dataclasses.replace(ending, curve=tuple(points)))
         trial = self._reader.trial(number)
         self._view.trial_ended(trial)
@@ -83,7 +83,7 @@ class TrialRunner:
         return {trial.id for past in self._reader.running() for trial in past.trials}
 
     def _train_and_score(
-        self, config: TrialConfig, seed: int, paths: TrialPaths, number: int, points: list[CurvePoint]
+        self, step: Run, seed: int, paths: TrialPaths, number: int, points: list[CurvePoint]
     ) -> Ending:
         def on_point(point: CurvePoint) -> None:
             points.append(point)
@@ -92,7 +92,14 @@ class TrialRunner:
             self._view.point(number, point)
 
         trained = self._launcher.run(
-            train_order(self._study, config, seed=seed, budget=self._study.budget, folder=paths.train),
+            train_order(
+                self._study,
+                step.config,
+                seed=seed,
+                budget=self._study.budget,
+                folder=paths.train,
+                abort_if=step.abort_if,
+            ),
             log=paths.log,
             deadline_seconds=self._deadline_seconds(),
             on_point=on_point,
@@ -107,7 +114,7 @@ class TrialRunner:
             return Ending.of_failed(_invalid(str(error)), trained=trained)
         self._study.seal.verify(thorough=False)
         scored = self._launcher.run(
-            score_order(self._study, config, weights=paths.weights, split="val"),
+            score_order(self._study, step.config, weights=paths.weights, split="val"),
             log=paths.log,
             deadline_seconds=self._deadline_seconds(),
             should_stop=self._owner.wants_stop,

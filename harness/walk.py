@@ -13,6 +13,7 @@ from harness.config import TrialConfig, apply
 from harness.judge import Evidence, Replicate, judge
 from harness.records import (
     FAILURES,
+    AbortIf,
     Decision,
     JudgeRules,
     Noise,
@@ -39,6 +40,8 @@ class Run:
     replicate: int
     proposal: int | None
     """Whose trial it is; None for the baseline's."""
+    abort_if: AbortIf | None = None
+    """The proposal's own condition, of its screening run only: replicates that judge must all run to their end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,7 @@ def next_step(
         failure = _failure(screens)
         if failure is None:
             role = Role.REPAIR if _was_amended(past) else Role.SCREEN
-            return Run(role=role, config=config, replicate=0, proposal=past.number)
+            return Run(role=role, config=config, replicate=0, proposal=past.number, abort_if=past.proposal.abort_if)
         if failure.state is TrialState.OUT_OF_MEMORY and not repaired:
             smaller = _half_batch(config)
             if smaller is not None and smaller.digest not in known:
@@ -137,8 +140,8 @@ def vanished_for_good(trials: Sequence[Trial], replicate: int) -> bool:
 
 
 def _failure(screens: list[Trial]) -> Trial | None:
-    """Return the trial that ends a screening badly: a failure, or the last of those that vanished."""
-    failed = [trial for trial in screens if trial.state in FAILURES]
+    """Return the trial that ends a screening badly: a failure, one given up, or the last of those that vanished."""
+    failed = [trial for trial in screens if trial.state in FAILURES or trial.state is TrialState.STOPPED]
     if failed:
         return failed[-1]
     return screens[-1] if vanished_for_good(screens, 0) else None

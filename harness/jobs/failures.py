@@ -12,6 +12,10 @@ class Diverged(RuntimeError):
     """The loss or the gradients are NaN, infinite or far above what guessing would give."""
 
 
+class Aborted(RuntimeError):
+    """The proposal's own condition for giving up is met; that says nothing about where the config would have ended."""
+
+
 class WeightsRefused(ValueError):
     """The saved weights are not those of the config's model."""
 
@@ -22,6 +26,8 @@ def state_of(error: BaseException) -> TrialState:
 
     if isinstance(error, Diverged):
         return TrialState.DIVERGED
+    if isinstance(error, Aborted):
+        return TrialState.STOPPED
     if isinstance(error, BudgetTooSmall | EvaluationRefused | WeightsRefused):
         return TrialState.INVALID
     if is_out_of_memory(error):

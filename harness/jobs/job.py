@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from harness.config import TrialConfig
-from harness.records import Record
+from harness.records import AbortIf, Record
 
 
 class EvalSettings(Record):
@@ -43,6 +43,8 @@ class TrainJob(Record):
     """Probe evaluations spread evenly over the budget."""
     warmup_cap_seconds: Annotated[float, Field(ge=0)] = 60.0
     """Warm-up passes beyond this are charged to a budget in seconds."""
+    abort_if: AbortIf | None = None
+    """Give up at the first probe point that meets this."""
     resumable: bool = False
     """Write checkpoints at the probe points and go on from the newest one (replay's full runs)."""
     device: str

@@ -32,7 +32,7 @@ from frozen.tokens import EncodedSplit
 from harness.config import TrialConfig
 from harness.jobs import device as devices
 from harness.jobs import resume
-from harness.jobs.failures import Diverged, state_of
+from harness.jobs.failures import Aborted, Diverged, state_of
 from harness.jobs.job import TrainJob
 from harness.jobs.model import build_model
 from harness.jobs.schedule import rate_factor
@@ -308,25 +308,39 @@ class _Conductor(TrainerCallback):
             ends and self._job.probe_points and self._last_step_with_point < self._timer.steps
         ):
             self._points = max(reached, self._points)
-            self._report()
-            if self._job.resumable and not ends:
-                self._save_place()
+            probe_bits_per_byte = self._report()
+            if not ends:
+                self._give_up_if(probe_bits_per_byte)
+                if self._job.resumable:
+                    self._save_place()
         control.should_training_stop = ends
 
-    def _report(self) -> None:
+    def _report(self) -> float:
+        """Send a point of the curve, and return its probe score in bits per byte."""
         self._last_step_with_point = self._timer.steps
+        probe_bits_per_byte = self._probe()
         self._training.on_point(
             CurvePoint(
                 progress=self._timer.progress,
                 seconds=self._timer.train_seconds,
                 step=self._timer.steps,
                 train_loss=sum(self._losses) / len(self._losses),
-                probe_bits_per_byte=self._probe(),
+                probe_bits_per_byte=probe_bits_per_byte,
                 learning_rate=self._rate,
                 gradient_norm=self._gradient_norm,
             )
         )
         self._losses.clear()
+        return probe_bits_per_byte
+
+    def _give_up_if(self, probe_bits_per_byte: float) -> None:
+        """Hold the proposal to its own condition."""
+        wanted, progress = self._job.abort_if, self._timer.progress
+        if wanted is not None and progress >= wanted.after and probe_bits_per_byte > wanted.probe_above:
+            raise Aborted(
+                f"the probe is at {probe_bits_per_byte:.4f} bits per byte after {progress:.0%} of the budget,"
+                f" above the {wanted.probe_above:g} at which the proposal gives up (from {wanted.after:.0%} on)"
+            )
 
     def _probe(self) -> float:
         """Score the probe split, outside the budget and without a trace: no dropout, so no random number is drawn."""

@@ -15,6 +15,7 @@ import pytest
 from harness import inbox
 from harness.audit import audit
 from harness.config import TrialConfig
+from harness.desk import StudyDesk
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.ledger import Ledger
 from harness.limits import Limits
@@ -90,7 +91,8 @@ class Drive:
     def loop(self, study: Study, limits: Limits, ledger: Ledger, reader: Reader) -> Loop:
         owner = Owner(study.paths, ledger, Silent())
         trials = TrialRunner(study, ledger, reader, self.launcher, owner, Silent())
-        return Loop(study, limits, ledger, reader, self.script, trials, owner, Silent())
+        desk = StudyDesk(ledger, study.paths, study.file.agent)
+        return Loop(study, limits, ledger, reader, self.script, trials, owner, Silent(), desk)
 
     def past(self) -> tuple[Past, ...]:
         with Reader(self.paths.ledger) as reader:
