@@ -58,7 +58,10 @@ def status(arguments: argparse.Namespace) -> int:
     """Print how a study stands."""
     facts = _facts(chosen(arguments.study))
     if arguments.json:
-        put(summary.summarise(facts))
+        from harness.report import sources
+
+        rows = [sources.document(row) for row in sources.sources(facts)]
+        put(summary.summarise(facts) | {"sources": rows})
     else:
         from harness.report import table
 

@@ -35,6 +35,8 @@ def proposal(past: Past) -> dict[str, Any]:
         "watch": said.watch,
         "predicted_change": said.predicted_change,
         "confidence": said.confidence,
+        "abort_if": None if said.abort_if is None else said.abort_if.model_dump(),
+        "call": said.call,
         "state": past.state.value,
         "decision": None if verdict is None else verdict.decision.value,
         "difference": None if verdict is None else verdict.difference,

@@ -20,7 +20,7 @@ from harness.limits import driver_seconds
 from harness.paths import StudyPaths
 from harness.queries import Reader
 from harness.records import FAILURES, Past, Role, Trial, TrialState
-from harness.report import plot, words
+from harness.report import plot, sources, words
 from harness.report.summary import Facts, Level, gather, improvement, kept, level, state, stop_reason, utilization
 from harness.report.table import headline, total_changes
 from harness.report.unproven import provable, unproven
@@ -193,7 +193,10 @@ def _lineage(facts: Facts) -> str:
 
 
 def _head(*names: str) -> str:
-    numbers = ("difference", "score after it", "runs")
+    numbers = (
+        *("difference", "score after it", "runs", "proposals", "decided", "kept", "win rate", "turned away"),
+        *("failed trials", "calls", "failed calls", "cost"),
+    )
     cells = (f'<th class="number">{name}</th>' if name in numbers else f"<th>{name}</th>" for name in names)
     return f"<tr>{''.join(cells)}</tr>"
 
@@ -255,19 +258,35 @@ def _undecided(past: Past) -> str:
 def _cost(facts: Facts) -> str:
     trained = math.fsum(t.train_seconds for t in facts.trials if t.train_seconds is not None)
     driver = driver_seconds(facts.events, facts.trials)
-    tokens = sum(past.proposal.tokens or 0 for past in facts.past)
-    dollars = math.fsum(past.proposal.cost_usd or 0.0 for past in facts.past)
     sentences = [
         f"{words.duration(trained)} of budgeted training in {words.count(len(facts.trials), 'trial')},"
         f" {words.duration(driver)} of the driver's time in all.",
-        f"{tokens:,} tokens and ${dollars:.2f} for language models." if tokens else "No language model was asked.",
+        *([] if facts.calls else ["No language model was asked."]),
         _failure_sentence(facts.trials),
     ]
     sentences += [f"{event.kind.replace('_', ' ')}: {event.text}" for event in facts.events if event.kind in NOTABLE]
-    return _list(sentence for sentence in sentences if sentence)
+    return _sources(facts) + _list(sentence for sentence in sentences if sentence)
 
 
-NOTABLE = ("repair", "paused", "drift", "outage", "swept", "holdout_look", "holdout_score", "unreadable")
+def _sources(facts: Facts) -> str:
+    names = ("proposer", "proposals", "decided", "kept", "win rate", "turned away", "failed trials")
+    rows = "".join(_source_row(row) for row in sources.sources(facts))
+    head = _head(*names, "calls", "failed calls", "cost")
+    return f'<div class="scroll"><table>{head}{rows}</table></div>' if rows else ""
+
+
+def _source_row(row: sources.Source) -> str:
+    rate = words.NOTHING if row.win_rate is None else f"{row.win_rate:.0%}"
+    calls = (row.calls, row.failed_calls) if row.calls else (words.NOTHING, words.NOTHING)
+    cells = (row.proposals, row.decided, row.kept, rate, row.turned_away, row.failed_trials, *calls, words.cost(row))
+    numbers = "".join(f'<td class="number">{escape(str(cell))}</td>' for cell in cells)
+    return f"<tr><td>{escape(words.source(row.source, row.model))}</td>{numbers}</tr>"
+
+
+NOTABLE = (
+    *("repair", "paused", "drift", "model_trouble", "model_off", "model_back", "calls_lost", "swept"),
+    *("holdout_look", "holdout_score", "unreadable"),
+)
 """Kinds of events that belong into the report."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from harness.limits import driver_seconds
 from harness.queries import Reader
 from harness.records import FAILURES, Noise, Past, ProposalState, Standing, Trial, TrialState
-from harness.rows import Event, StudyRow
+from harness.rows import Call, Event, StudyRow
 
 State = Literal["new", "running", "paused", "stopped", "killed"]
 
@@ -32,6 +32,8 @@ class Facts:
     """From the baseline to the incumbent."""
     noise: Noise | None
     events: tuple[Event, ...]
+    calls: tuple[Call, ...]
+    """To language models."""
     driver_lives: bool
 
     @property
@@ -85,6 +87,7 @@ def gather(reader: Reader, *, driver_lives: bool, curves: bool = False) -> Facts
             best_lineage=reader.best_lineage(),
             noise=reader.noise(),
             events=reader.events(),
+            calls=reader.calls(),
             driver_lives=driver_lives,
         )
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from harness.config import TrialConfig, flatten
 from harness.records import Past, Standing, Trial, TrialState
-from harness.report import words
+from harness.report import sources, words
 from harness.report.documents import Comparison
 from harness.report.summary import Facts, Level, failed, improvement, kept, level, state, stop_reason, utilization
 
@@ -87,7 +87,21 @@ def status(facts: Facts) -> RenderableType:
     share = utilization(facts)
     if share is not None:
         table.add_row("utilization", f"{share:.0%} of the wall clock was budgeted training")
-    return Group(Text(headline(facts), style="bold"), "", table)
+    parts: list[RenderableType] = [Text(headline(facts), style="bold"), "", table]
+    if facts.past or facts.calls:
+        parts += ["", _sources(facts)]
+    return Group(*parts)
+
+
+def _sources(facts: Facts) -> Table:
+    """Return who proposed, how often that was kept, and what it cost."""
+    names = ("proposer", "proposals", "decided", "kept", "turned away", "failed trials", "calls", "cost")
+    table = _rows(*names, right=names[1:])
+    for row in sources.sources(facts):
+        numbers = (row.proposals, row.decided, row.kept, row.turned_away, row.failed_trials)
+        calls = f"{row.calls} ({row.failed_calls} failed)" if row.failed_calls else str(row.calls or words.NOTHING)
+        table.add_row(words.source(row.source, row.model), *map(str, numbers), calls, words.cost(row))
+    return table
 
 
 def ledger(facts: Facts, width: int) -> RenderableType:
@@ -231,13 +245,16 @@ def proposal(past: Past, parent: TrialConfig | None) -> RenderableType:
     """Return one proposal: what, why, what was expected, what became of it, and its trials."""
     said = past.proposal
     table = _pairs()
-    made_by = said.source + (f" ({said.model})" if said.model else "")
+    made_by = words.source(said.source, said.model)
     table.add_row("proposal", f"p{past.number} by {made_by}, on {words.node(past.parent)}")
     table.add_row("change", "\n".join(words.change(said.diff, parent)))
     table.add_row("why", Text(said.rationale))
     table.add_row("watch", Text(said.watch))
     if said.predicted_change is not None:
-        table.add_row("predicted", words.signed(said.predicted_change))
+        sure = "" if said.confidence is None else f", {said.confidence:.0%} sure"
+        table.add_row("predicted", words.signed(said.predicted_change) + sure)
+    if said.abort_if is not None:
+        table.add_row("gives up if", words.abort(said.abort_if))
     table.add_row("outcome", Text(words.outcome(past), style=STYLES.get(words.outcome(past), "")))
     table.add_row("difference", _difference(past))
     table.add_row("reason", Text(words.reason(past) or words.NOTHING))

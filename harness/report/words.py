@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from harness.config import TrialConfig, Value, flatten
-from harness.records import BASELINE, Past, ProposalState, Role, Trial, TrialState
+from harness.records import BASELINE, AbortIf, Past, ProposalState, Role, Trial, TrialState
+
+if TYPE_CHECKING:
+    from harness.report.sources import Source
 
 MINUS = "\u2212"
 NOTHING = "–"
@@ -135,6 +139,24 @@ def decided(past: Past, parent: TrialConfig | None) -> str:
     if past.state is ProposalState.RUNNING or said is None:
         return f"p{past.number} {outcome(past)}: {changes}"
     return f"p{past.number} {outcome(past)}: {changes}. {sentence(said)}"
+
+
+def source(name: str, model: str | None) -> str:
+    """Return who proposed, with the model that was asked."""
+    return f"{name} ({model})" if model else name
+
+
+def cost(row: Source) -> str:
+    """Return what a proposer's calls cost, in dollars and tokens."""
+    if not row.calls:
+        return NOTHING
+    dollars = "price unknown" if row.cost_usd is None else f"${row.cost_usd:.2f}"
+    return f"{dollars}, {row.tokens:,} tokens"
+
+
+def abort(condition: AbortIf) -> str:
+    """Return when a proposal gives up on its screening run."""
+    return f"the probe is above {condition.probe_above:g} bits per byte from {condition.after:.0%} of the budget on"
 
 
 def purpose(trial: Trial) -> str:

@@ -57,8 +57,10 @@ SELECT p.source,
     (SELECT count(*) FROM trials t JOIN proposals q ON q.number = t.proposal
         WHERE q.source = p.source AND q.model IS p.model
             AND t.state IN ('out_of_memory', 'diverged', 'crashed', 'timed_out', 'invalid')) AS failed_trials,
-    sum(p.tokens) AS tokens,
-    sum(p.cost_usd) AS cost_usd
+    (SELECT sum(coalesce(c.billed_tokens, c.most_tokens)) FROM calls c
+        WHERE c.provider = p.source AND c.model IS p.model) AS tokens,
+    (SELECT iif(count(*) = count(coalesce(c.cost_usd, c.most_usd)), sum(coalesce(c.cost_usd, c.most_usd)), NULL)
+        FROM calls c WHERE c.provider = p.source AND c.model IS p.model) AS cost_usd
 FROM proposals p LEFT JOIN verdicts v ON v.proposal = p.number
 GROUP BY p.source, p.model
 ORDER BY min(p.number);
