@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 
 from harness.config import TrialConfig, apply
-from harness.records import Decision, JudgeRules, Noise, Past, Role, Standing, Trial, TrialState, Verdict
+from harness.records import AbortIf, Decision, JudgeRules, Noise, Past, Role, Standing, Trial, TrialState, Verdict
 from harness.walk import DRIVER_DIED, VANISHED_LIMIT, Repair, Run, consecutive_failures, next_step
 
 NOISE = Noise(standard_deviation=0.01, degrees_of_freedom=20)
@@ -84,6 +84,28 @@ def test_divergence_in_the_screening_ends_the_proposal(
     assert isinstance(step, Verdict)
     assert (step.decision, step.difference) == (Decision.DISCARDED, None)
     assert "NaN at step 3" in step.reason
+
+
+def test_a_proposal_is_held_to_its_own_condition(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """Its screening run carries the condition, and ends the proposal if it is met; replicates run to their end."""
+    past = make_past()
+    wanted = AbortIf(probe_above=3.0, after=0.5)
+    past = dataclasses.replace(past, proposal=past.proposal.model_copy(update={"abort_if": wanted}))
+    step = next_step(past, incumbent, NOISE, RULES, epoch=1, known=())
+    assert isinstance(step, Run)
+    assert step.abort_if == wanted
+    stopped = make_trial(config=candidate, state=TrialState.STOPPED, error_text="the probe is at 3.1")
+    verdict = next_step(dataclasses.replace(past, trials=(stopped,)), incumbent, NOISE, RULES, epoch=1, known=())
+    assert isinstance(verdict, Verdict)
+    assert (verdict.decision, verdict.difference) == (Decision.DISCARDED, None)
+    assert "the probe is at 3.1" in verdict.reason
+    good = make_trial(config=candidate, score=0.5)
+    step = next_step(dataclasses.replace(past, trials=(good,)), incumbent, NOISE, RULES, epoch=1, known=())
+    assert isinstance(step, Run)
+    assert step.abort_if is None
+    assert consecutive_failures((stopped, stopped, stopped)) == 0
 
 
 def test_a_dead_driver_says_nothing_about_the_config(

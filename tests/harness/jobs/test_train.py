@@ -15,7 +15,7 @@ from harness.jobs.model import WEIGHTS_FILE, build_model
 from harness.jobs.schedule import rate_factor
 from harness.jobs.score import score
 from harness.jobs.train import _optimizer, _Training, train
-from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
+from harness.records import AbortIf, CurvePoint, Failed, Scored, Trained, TrialState
 
 pytestmark = pytest.mark.process
 
@@ -108,6 +108,30 @@ def test_divergence_is_stopped_at_once(train_job: TrainJob) -> None:
     assert result.steps is not None
     assert result.steps < 20
     assert not (train_job.folder / "model").exists()
+
+
+@pytest.mark.parametrize(("after", "ends_at"), [(0.05, 0.1), (0.35, 0.4)])
+def test_a_proposal_gives_up_at_the_first_point_that_meets_its_condition(
+    train_job: TrainJob, after: float, ends_at: float
+) -> None:
+    """Not before the share of the budget that it names; the curve up to there is kept, a model is not."""
+    points: list[CurvePoint] = []
+    result = train(turned(train_job, {}, abort_if=AbortIf(probe_above=0.5, after=after)), points.append)
+    assert isinstance(result, Failed)
+    assert (result.state, result.error_class) == (TrialState.STOPPED, "Aborted")
+    assert points[-1].progress == pytest.approx(ends_at, abs=0.05)
+    assert f"above the 0.5 at which the proposal gives up (from {after:.0%} on)" in result.error_text
+    assert not (train_job.folder / "model").exists()
+
+
+@pytest.mark.parametrize("wanted", [AbortIf(probe_above=50, after=0.1), AbortIf(probe_above=0.5, after=0.95)])
+def test_a_condition_that_is_not_met_changes_nothing(train_job: TrainJob, wanted: AbortIf) -> None:
+    """A probe that is good enough, or one that is only bad once nothing is left to save: the run ends as without."""
+    assert isinstance(train(train_job, lambda point: None), Trained)
+    plain = weights(train_job)
+    assert isinstance(train(turned(train_job, {}, abort_if=wanted), lambda point: None), Trained)
+    again = weights(train_job)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
 def test_budget_of_one_step(train_job: TrainJob) -> None:
