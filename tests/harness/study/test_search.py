@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from harness.paths import StudyPaths
 from harness.policy import Policy
 from harness.queries import Reader
 from harness.records import (
+    AbortIf,
     Decision,
     Failed,
     History,
@@ -225,6 +227,92 @@ def test_the_owner_stops_queues_and_goes_on(drive: Callable[..., Drive]) -> None
     night.run()
     assert [past.proposal.source for past in night.past()] == ["hand"]
     assert not list(night.paths.inbox.glob("*.json"))
+
+
+class Slow(Script):
+    """Does not answer before a trial of the proposal before has begun, and notes what it was shown."""
+
+    def __init__(self, *diffs: dict[str, Any]) -> None:
+        super().__init__(*diffs)
+        self.trial_began = threading.Event()
+        self.shown: list[History] = []
+
+    def propose(self, history: History, count: int) -> list[Proposal]:
+        """Wait for the trial, where there is one to wait for."""
+        self.shown.append(history)
+        if any(past.state is ProposalState.RUNNING for past in history.past):
+            assert self.trial_began.wait(60)
+        return super().propose(history, count)
+
+
+def test_the_next_proposal_is_asked_for_while_trials_run(drive: Callable[..., Drive]) -> None:
+    """A proposer that answers only while a trial runs does not hang the search: it is asked ahead, as of the start."""
+    night = drive()
+    slow = Slow(WORSE, BETTER)
+    night.script = slow
+
+    def on_job(job: TrainJob | ScoreJob) -> None:
+        if isinstance(job, TrainJob) and len(slow.shown) > 1:
+            slow.trial_began.set()
+
+    night.launcher.spoil = on_job
+    night.run(Limits(proposals=2))
+    assert [past.state for past in night.past()] == [ProposalState.DECIDED] * 2
+    first, second = slow.shown
+    assert (first.next_number, first.past) == (1, ())
+    assert second.next_number == 2
+    assert [(past.state, past.trials) for past in second.past] == [(ProposalState.RUNNING, ())]
+
+
+def test_nobody_is_asked_for_more_than_the_run_needs(drive: Callable[..., Drive]) -> None:
+    """A run of two proposals asks twice, so that none is left in the queue."""
+    night = drive()
+    night.script = slow = Slow(WORSE, BETTER, {"optim.beta1": 0.8})
+    slow.trial_began.set()
+    night.run(Limits(proposals=2))
+    assert len(slow.shown) == 2
+    assert len(night.past()) == 2
+
+
+def test_a_hand_proposal_goes_before_one_that_was_made_ahead(drive: Callable[..., Drive]) -> None:
+    """The proposer's next one waits already when the owner's comes; it is taken second, and nothing is lost."""
+    night = drive(WORSE, {"optim.beta1": 0.8})
+    mine = Proposal(diff=BETTER, source="human", rationale="mine", watch="loss")
+
+    def on_job(job: TrainJob | ScoreJob) -> None:
+        if job.config.optim.learning_rate == WORSE["optim.learning_rate"] and isinstance(job, ScoreJob):
+            inbox.post(night.paths, inbox.Propose(proposal=mine))
+
+    night.launcher.spoil = on_job
+    night.run()
+    order = sorted(night.past(), key=lambda past: min(trial.id for trial in past.trials))
+    assert [past.proposal.diff for past in order] == [WORSE, BETTER, {"optim.beta1": 0.8}]
+
+
+def test_a_condition_to_give_up_reaches_the_screening_run_only(drive: Callable[..., Drive]) -> None:
+    """The order of the first trial carries it, those of the replicates do not; what it ends is a row with a reason."""
+    night = drive()
+    wanted = AbortIf(probe_above=2.9, after=0.5)
+    given_up = Failed(state=TrialState.STOPPED, error_class="Aborted", error_text="the probe is at 3.0")
+    for diff in (BETTER, WORSE):
+        proposal = Proposal(diff=diff, source="human", rationale="mine", watch="loss", abort_if=wanted)
+        inbox.post(night.paths, inbox.Propose(proposal=proposal))
+    night.launcher.spoil = fails(lambda job: job.config.optim.learning_rate == WORSE["optim.learning_rate"], given_up)
+    night.run()
+    better, worse = night.past()
+    assert better.verdict is not None
+    assert better.verdict.decision is Decision.KEPT
+    conditions = [
+        job.abort_if
+        for job in night.launcher.orders
+        if isinstance(job, TrainJob) and job.config.optim.learning_rate == BETTER["optim.learning_rate"]
+    ]
+    assert conditions[0] == wanted
+    assert set(conditions[1:]) == {None}
+    assert [trial.state for trial in worse.trials] == [TrialState.STOPPED]
+    assert worse.verdict is not None
+    assert worse.verdict.decision is Decision.DISCARDED
+    assert "the probe is at 3.0" in worse.verdict.reason
 
 
 def test_an_interrupted_trial_runs_again(drive: Callable[..., Drive]) -> None:
