@@ -77,15 +77,20 @@ def _inherited(old: Study, *, same_data: bool) -> tuple[dict[str, Any], dict[str
 
 def run(arguments: argparse.Namespace) -> int:
     """Search until a total is reached or the owner ends it; then show what came of it."""
+    from harness import notify
     from harness.live import screen
     from harness.search import search
 
     out = console()
     study, is_demo = _study_to_run(arguments.study)
     limits = _limits(arguments, study, is_demo=is_demo)
+    notify.check(study.file.notify.urls)
     with screen(out, study.paths, limits, plain=arguments.plain) as view:
         stopped = search(study, limits=limits, agent=_agent(arguments, study), cold=arguments.cold, view=view)
-    _show_result(study.paths)
+    said = _show_result(study.paths)
+    ended = f"{study.paths.name}: {stopped.reason}"
+    if not notify.tell(study.file.notify.urls, title=ended, text=said):
+        out.print("Not every address of [notify] urls in study.toml could be told.")
     return stopped.exit_code
 
 
@@ -134,8 +139,8 @@ def next_moment(clock: str, now: datetime.datetime) -> datetime.datetime:
     return moment if moment > now else moment + datetime.timedelta(days=1)
 
 
-def _show_result(paths: StudyPaths) -> None:
-    """Print the ledger, the best lineage and where the report lies."""
+def _show_result(paths: StudyPaths) -> str:
+    """Print the ledger, the best lineage and where the report lies; return the answer in one sentence."""
     from harness.report import summary, table
     from harness.report.page import write_report
 
@@ -150,6 +155,7 @@ def _show_result(paths: StudyPaths) -> None:
     out.print()
     out.print(table.headline(facts), style="bold")
     out.print(f"Report: {paths.report_html}", soft_wrap=True)
+    return table.headline(facts)
 
 
 def propose(arguments: argparse.Namespace) -> int:

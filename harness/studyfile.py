@@ -1,8 +1,8 @@
 """``study.toml``: what the owner asks of a study, read with clear errors and written so that a person can edit it.
 
-The sections ``[study]``, ``[baseline]`` and ``[eval]`` are sealed, because scores depend on them; ``[agent]`` and
-``[run]`` may change between runs. Everything is written out, also what was a default, so that a later version's
-defaults change nothing about an old study.
+The sections ``[study]``, ``[baseline]`` and ``[eval]`` are sealed, because scores depend on them; ``[agent]``,
+``[run]`` and ``[notify]`` may change between runs. Everything is written out, also what was a default, so that a later
+version's defaults change nothing about an old study.
 """
 
 from __future__ import annotations
@@ -108,6 +108,13 @@ class Running(Section):
     """CPU threads of a job; absent: every core that this process may use."""
 
 
+class Notify(Section):
+    """``[notify]``: who is told when a search has ended. May change."""
+
+    urls: tuple[str, ...] = ()
+    """Addresses as apprise writes them, e.g. ``ntfy://topic``. They may hold passwords: keep the file to yourself."""
+
+
 class StudyFile(Section):
     """The whole file."""
 
@@ -117,6 +124,7 @@ class StudyFile(Section):
     eval: Evaluation
     agent: Agent = Agent()
     run: Running = Running()
+    notify: Notify = Notify()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -168,6 +176,7 @@ class StudyFile(Section):
         lines += ["", "[eval]", *_keys(self.eval.model_dump())]
         lines += ["", "# What follows may change between runs.", "", "[agent]", *_keys(self.agent.model_dump())]
         lines += ["", "[run]  # trials, hours: totals; until; device; threads", *_keys(self.run.model_dump())]
+        lines += ["", "[notify]  # addresses that are told when a search has ended", *_keys(self.notify.model_dump())]
         return "\n".join(lines) + "\n"
 
 
@@ -182,7 +191,7 @@ def _dotted(table: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _keys(values: Mapping[str, Value | None]) -> list[str]:
+def _keys(values: Mapping[str, Value | tuple[str, ...] | None]) -> list[str]:
     return [f"{_key(name)} = {_value(value)}" for name, value in values.items() if value is not None]
 
 
@@ -190,7 +199,7 @@ def _key(name: str) -> str:
     return name if name.isascii() and name.replace("_", "").replace("-", "").isalnum() else _value(name)
 
 
-def _value(value: Value) -> str:
+def _value(value: Value | tuple[str, ...]) -> str:
     """Return a value in TOML: JSON's spelling, but DEL must be escaped and astral characters must not."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
 
