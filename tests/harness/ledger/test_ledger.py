@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from harness.errors import BadInput, LedgerBroken
 from harness.ledger import Ledger
+from harness.queries import Reader
 from harness.records import Decision, Failed, ProposalState, Role, TrialState
 from harness.rows import Ending, NewNode, StudyRow
 
@@ -317,3 +319,16 @@ def test_reopening_goes_on(night: Night) -> None:
     night.ledger.close()
     with Ledger.open(night.path) as again:
         assert again.queue(night.proposal()) == 2
+
+
+def test_a_closed_ledger_is_one_whole_file(night: Night, tmp_path: Path) -> None:
+    """Whoever copies ledger.db alone has everything, also while somebody was reading when the driver closed it."""
+    night.run(2.0)
+    with night.reader() as reader:
+        assert len(reader.trials()) == 1
+        night.ledger.close()
+    copy = tmp_path / "copy.db"
+    shutil.copy(night.path, copy)
+    with Reader(copy) as reader:
+        assert [trial.score for trial in reader.trials()] == [pytest.approx(2.0)]
+    night.ledger.close()
