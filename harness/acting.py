@@ -280,17 +280,18 @@ def _full(result: FullRun, metric: str) -> list[str]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check everything that the study promises."""
+    """Check everything that the study promises; exit code 1 unless all of it, the tool included, is as it was."""
     from harness import study
     from harness.verify import verify as verified
 
     findings = verified(study.load(chosen(arguments.study).root))
     if arguments.json:
-        put([{"what": found.what, "ok": found.ok, "text": found.text} for found in findings])
+        put([{"what": found.what, "ok": found.ok, "state": found.state, "text": found.text} for found in findings])
     else:
         out = console()
         for found in findings:
-            out.print(f"{'ok    ' if found.ok else 'FAILED'}  {found.what}: {found.text}", soft_wrap=True)
+            label = found.state if found.ok else found.state.upper()
+            out.print(f"{label:7}  {found.what}: {found.text}", soft_wrap=True)
     return 0 if all(found.ok for found in findings) else CheckFailed.exit_code
 
 

@@ -7,6 +7,7 @@ from harness.fullrun import FullRun
 from harness.queries import Reader
 from harness.records import BASELINE
 from harness.study import Study
+from harness.upgrade import TOOL_CHANGED
 
 
 def model_card(study: Study, reader: Reader, run: FullRun) -> str:
@@ -43,8 +44,21 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         lines.append(f"- node {standing.node}: {changes} (mean {score} over {len(standing.scores)} seeds)")
     lines += ["", "## Config", "", "| knob | value |", "| --- | --- |"]
     lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
-    lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", ""]
+    lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", "", *other_tool(reader, best.trial)]
     return "\n".join(lines)
+
+
+def other_tool(reader: Reader, trial: int) -> list[str]:
+    """Return what a reader must know of a trial that another tool ran than the search; nothing if it was the same."""
+    sealed, seal = reader.study().seal, reader.trial(trial).seal
+    if seal == sealed:
+        return []
+    event = next(event for event in reader.events(TOOL_CHANGED) if event.data["seal"] == seal)
+    return [
+        f"The search ran under `{sealed}`, this full run by another tool. {event.text}. Scores of the two are compared",
+        "nowhere but in the reproduction above: that it agrees is the proof that this tool gives the search's numbers.",
+        "",
+    ]
 
 
 def reproductions(reader: Reader, node: int) -> list[str]:

@@ -223,7 +223,12 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     _sentences("SELECT 'the ledger has ' || count(*) || ' studies instead of one' FROM study HAVING count(*) <> 1"),
     _sentences(
         "SELECT 'trial ' || id || ' ran under another seal than the study''s' FROM trials"
-        " WHERE seal <> (SELECT seal FROM study)"
+        " WHERE seal <> (SELECT seal FROM study) AND role <> 'final'"
+    ),
+    _sentences(
+        "SELECT 'trial ' || id || ' ran under a seal that neither the study nor an event names' FROM trials t"
+        " WHERE role = 'final' AND seal <> (SELECT seal FROM study) AND NOT EXISTS (SELECT 1 FROM events e"
+        " WHERE e.kind = 'tool_changed' AND json_extract(e.data, '$.seal') = t.seal)"
     ),
     _sentences(
         "SELECT 'trial ' || id || ' ran with the budget ' || budget || ', not the study''s' FROM trials"

@@ -6,6 +6,9 @@ Schedules are functions of budget progress, so they are derived anew and not str
 once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The full run writes
 checkpoints at the probe points and goes on from the newest one after ``kill -9``. A winner that does not reproduce is
 not trained further.
+
+After an upgrade of the tool a study can still be replayed. What differs is an event, rows carry the seal of what ran,
+and only a reproduction by the new tool counts: it is the proof that the new tool gives the old numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from frozen.timer import Budget
 from frozen.tokens import EncodedSplit
 from harness import checkpoints
 from harness.card import model_card
-from harness.errors import CheckFailed, WrongUse
+from harness.errors import CheckFailed, SealBroken, WrongUse
 from harness.files import link_tree, write_whole
 from harness.fullrun import FullRun, FullScores, Replayed, Reproduction
 from harness.launch import Launcher
@@ -38,6 +41,7 @@ from harness.records import BASELINE, CurvePoint, Failed, Role, Scored, Standing
 from harness.recovery import recover
 from harness.rows import Ending
 from harness.study import Study
+from harness.upgrade import TOOL_CHANGED, Tool, tool_of
 from harness.view import View
 
 FULL_RUN_REPLICATE = 1_000
@@ -57,8 +61,11 @@ Who = Literal["best", "baseline"]
 class Replay:
     """Runs replays of one study; a context that owns the study like a search does."""
 
-    def __init__(self, study: Study, ledger: Ledger, reader: Reader, launcher: Launcher, view: View) -> None:
+    def __init__(
+        self, study: Study, tool: Tool, ledger: Ledger, reader: Reader, launcher: Launcher, view: View
+    ) -> None:
         self.study = study
+        self.tool = tool
         self.ledger = ledger
         self.reader = reader
         self.launcher = launcher
@@ -89,17 +96,23 @@ class Replay:
             tolerance=quantile * noise.standard_deviation * math.sqrt(1 + 1 / len(incumbent.scores)),
         )
         text = f"node {incumbent.node} {'reproduces' if found.agrees else 'does NOT reproduce'}: {found}"
+        if self.tool.upgrade is not None:
+            text += f" ({self.tool.upgrade.versions})"
         self.ledger.event(REPRODUCED, text, {"node": incumbent.node, "agrees": found.agrees} | asdict(found))
         self.view.say(text[0].upper() + text[1:] + ".")
         shutil.rmtree(paths.root)
         return found
 
     def reproduced(self) -> Reproduction:
-        """Return the newest reproduction of the incumbent that agreed, or run one; `CheckFailed` if it does not."""
+        """Return the newest agreeing reproduction of the incumbent by this tool, or run one.
+
+        `CheckFailed`: it does not agree.
+        """
         node = self._incumbent().node
         names = [field.name for field in fields(Reproduction)]
         for event in reversed(self.reader.events(REPRODUCED)):
-            if event.data["node"] == node and event.data["agrees"]:
+            ours = self.reader.trial(event.data["trial"]).seal == self.tool.seal
+            if ours and event.data["node"] == node and event.data["agrees"]:
                 return Reproduction(**{name: event.data[name] for name in names})
         found = self.reproduce()
         if not found.agrees:
@@ -115,6 +128,8 @@ class Replay:
         """Train baseline and incumbent under ``budget``; go on where an earlier call with the same budget stopped."""
         incumbent, baseline = self._incumbent(), self.reader.baseline()
         assert baseline is not None
+        self._refuse_other_tools("best", incumbent, budget)
+        self._refuse_other_tools("baseline", baseline, budget)
         self._make_room(incumbent, baseline)
         best = self._full_scores("best", incumbent, budget)
         base = best if incumbent.node == BASELINE else self._full_scores("baseline", baseline, budget)
@@ -143,6 +158,18 @@ class Replay:
         holdout = self._holdout(trial, paths)
         return FullScores(trial=trial.id, val=trial.score, val_perplexity=trial.perplexity, holdout=holdout)
 
+    def _refuse_other_tools(self, who: Who, standing: Standing, budget: Budget) -> None:
+        """Refuse what another tool has trained to its end: one config, seed and budget has one score.
+
+        Beside a baseline of another tool a difference would mean nothing.
+        """
+        trial = self._finished(standing, budget)
+        if trial is not None and trial.seal != self.tool.seal:
+            raise WrongUse(
+                f"the {who} was trained for {budget} before the tool changed (trial {trial.id}, in"
+                f" {self._paths(who, standing, budget, trial.seal).model}): give another budget to train with this one"
+            )
+
     def _check_model(self, trial: Trial, paths: ReplayPaths) -> None:
         """Refuse a model folder whose files are not those that the trial's score belongs to; its card may change."""
         if checkpoints.digest_of(paths.model, besides=(CARD,)) != trial.checkpoint_digest:
@@ -156,6 +183,7 @@ class Replay:
         looks = sum(event.data["trial"] == trial.id for event in self.reader.events("holdout_look")) + 1
         self.ledger.event("holdout_look", f"trial {trial.id} looks at the holdout", {"trial": trial.id, "look": looks})
         job = score_order(self.study, trial.config, weights=paths.model, split="holdout")
+        self._check_tool()
         scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
         if not isinstance(scored, Scored):
             raise CheckFailed(f"the holdout could not be scored: {_reason(scored)}; see {paths.log}")
@@ -177,7 +205,7 @@ class Replay:
         resumable: bool,
     ) -> Trial:
         """Seal, row, training, scoring, row; like a search's trial, in the replay's own folder."""
-        seal = self.study.seal.verify(thorough=True)
+        self._check_tool()
         seed = self.study.seed_of(replicate)
         number = self.ledger.begin(
             proposal=standing.node or None,
@@ -187,7 +215,7 @@ class Replay:
             replicate=replicate,
             epoch=self.reader.epoch(),
             budget=str(budget),
-            seal=seal,
+            seal=self.tool.seal,
             device=self.study.device,
             sandbox=self.launcher.sandbox_tier,
         )
@@ -206,6 +234,14 @@ class Replay:
             raise CheckFailed(f"trial {number} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
         shutil.rmtree(paths.train)  # only now: until the row is closed a restart goes on from the checkpoints in it
         return trial
+
+    def _check_tool(self) -> None:
+        """See to it that what runs is what the rows say, and that an event says what that is."""
+        if tool_of(self.study.seal, thorough=False).seal != self.tool.seal:
+            raise SealBroken("the tool has changed since this replay began: start it again")
+        booked = {event.data["seal"] for event in self.reader.events(TOOL_CHANGED)}
+        if self.tool.upgrade is not None and self.tool.seal not in booked:
+            self.ledger.event(TOOL_CHANGED, str(self.tool.upgrade), self.tool.facts())
 
     def _run(
         self, standing: Standing, seed: int, budget: Budget, paths: ReplayPaths, number: int, *, resumable: bool
@@ -231,6 +267,7 @@ class Replay:
         link_tree(paths.train / "model", paths.model)
         digest = checkpoints.digest_of(paths.model)
         job = score_order(self.study, standing.config, weights=paths.model, split="val")
+        self._check_tool()
         scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
         if isinstance(scored, Failed):
             return Ending.of_failed(scored, trained=trained)
@@ -251,8 +288,10 @@ class Replay:
             raise WrongUse(f"study {self.study.name} has no baseline yet: `overnight run` it first")
         return incumbent
 
-    def _paths(self, who: Who, standing: Standing, budget: Budget) -> ReplayPaths:
-        return ReplayPaths(self.study.paths.replay / f"{budget}-{who}-{standing.config.digest[:12]}")
+    def _paths(self, who: Who, standing: Standing, budget: Budget, seal: str | None = None) -> ReplayPaths:
+        seal = seal or self.tool.seal
+        other_seal = None if seal == self.study.seal.digest else seal
+        return self.study.paths.full_run(who, str(budget), standing.config.digest, other_seal)
 
     def _finished(self, standing: Standing, budget: Budget) -> Trial | None:
         for trial in self.reader.trials():
@@ -265,7 +304,8 @@ class Replay:
 def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = False) -> Replayed:
     """Reproduce the incumbent; with a budget, train it as a full run then. The driver's lock is held throughout.
 
-    `CheckFailed`: the winner does not reproduce, or a run failed. `StoppedEarly`: the disk is too full.
+    `CheckFailed`: the winner does not reproduce, or a run failed. `SealBroken`: something sealed has changed that no
+    upgrade of the tool explains. `StoppedEarly`: the disk is too full.
     """
     with (
         driver_lock(study.paths),
@@ -274,9 +314,12 @@ def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = Fals
         Ledger.open(study.paths.ledger) as ledger,
         Reader(study.paths.ledger) as reader,
     ):
+        tool = tool_of(study.seal, thorough=True)
+        if tool.upgrade is not None:
+            view.say(f"Not the tool that searched: {tool.upgrade}. Scores are compared within one tool only.")
         recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
         with Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher:
-            runner = Replay(study, ledger, reader, launcher, view)
+            runner = Replay(study, tool, ledger, reader, launcher, view)
             if budget is None:
                 return Replayed(reproduction=runner.reproduce(), full=None)
             return Replayed(reproduction=runner.reproduced(), full=runner.full_run(budget))

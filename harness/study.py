@@ -103,9 +103,9 @@ def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:
     """
     paths = find(name_or_path, runs)
     with Reader(paths.ledger) as reader:  # first: it tells a study of a newer version
-        recorded = reader.study().seal
+        row = reader.study()
     file = StudyFile.read(paths.study_toml)
-    return build(paths, file, Seal.load(paths, recorded=recorded))
+    return build(paths, file, Seal.load(paths, recorded=row.seal, recorded_tool=row.versions.get("overnight")))
 
 
 def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:

@@ -267,7 +267,9 @@ def _cost(facts: Facts) -> str:
     return _list(sentence for sentence in sentences if sentence)
 
 
-NOTABLE = ("repair", "paused", "drift", "outage", "swept", "holdout_look", "holdout_score", "unreadable")
+NOTABLE = (
+    *("repair", "paused", "drift", "outage", "swept", "tool_changed", "holdout_look", "holdout_score", "unreadable"),
+)
 """Kinds of events that belong into the report."""
 
 

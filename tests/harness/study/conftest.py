@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -23,7 +24,7 @@ from harness.policy import find_policy
 from harness.queries import Reader
 from harness.records import CurvePoint, Failed, Proposal, Role, Scored, Trained, Verdict
 from harness.rows import Ending, NewNode, StudyRow
-from harness.seal import Seal
+from harness.seal import Code, Seal, tool_version
 from harness.study import Study, build
 from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
 
@@ -164,6 +165,25 @@ class Night:
 
 
 @pytest.fixture
+def upgrade(code: Code) -> Callable[[Night], None]:
+    """Return what installs overnight 9.9 with another timer: from then on the night's study runs under it."""
+
+    def install(night: Night, version: str = "9.9") -> None:
+        timer = code.root / "frozen" / "timer.py"
+        timer.write_text(timer.read_text() + "\n# better\n")
+        study = night.study
+        seal = Seal.load(
+            study.paths,
+            recorded=study.seal.digest,
+            recorded_tool=study.seal.manifest.tool,
+            code=dataclasses.replace(code, tool=lambda: version),
+        )
+        night.study = dataclasses.replace(study, seal=seal)
+
+    return install
+
+
+@pytest.fixture
 def night(bare_study: StudyPaths) -> Iterator[Night]:
     """Return an empty study under made-up data."""
     file = StudyFile(
@@ -191,7 +211,7 @@ def night(bare_study: StudyPaths) -> Iterator[Night]:
         budget="200000tok",
         seal=study.seal.digest,
         policy=bare_study.policy_toml.read_text(),
-        versions=study.seal.manifest.versions,
+        versions=study.seal.manifest.versions | {"overnight": tool_version()},
         git_commit=None,
         git_dirty=None,
         device="cpu",

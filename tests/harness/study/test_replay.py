@@ -1,15 +1,17 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from frozen.timer import Budget
 from harness.audit import audit
-from harness.errors import CheckFailed, WrongUse
+from harness.errors import CheckFailed, SealBroken, WrongUse
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.records import Failed, Role, TrialState
 from harness.recovery import DRIVER_DIED
 from harness.replay import FULL_RUN_REPLICATE, Replay
 from harness.rows import Ending
+from harness.upgrade import TOOL_CHANGED, tool_of
 from harness.view import Silent
 
 Night = Any  # the fixture's class lives in conftest.py
@@ -25,7 +27,9 @@ def won(night: Night) -> Night:
 
 
 def replay_of(night: Night) -> Replay:
-    return Replay(night.study, night.ledger, night.reader, night.launcher, Silent())
+    return Replay(
+        night.study, tool_of(night.study.seal, thorough=True), night.ledger, night.reader, night.launcher, Silent()
+    )
 
 
 def trained(night: Night) -> list[TrainJob]:
@@ -173,3 +177,91 @@ def test_a_model_that_was_swapped_does_not_look_at_the_holdout(won: Night) -> No
     with pytest.raises(CheckFailed, match="is not the one that trial"):
         replay_of(won).full_run(LONG)
     assert len(looks(won)) == looks_before
+
+
+# --- after an upgrade of the tool ---
+
+
+def test_an_upgraded_tool_must_reproduce_first(won: Night, upgrade: Callable[[Night], None]) -> None:
+    """What the old tool reproduced proves nothing of the new one, whose rows and events say what ran."""
+    sealed = won.study.seal.digest
+    old = replay_of(won).reproduced()
+    upgrade(won)
+    new = replay_of(won).reproduced()
+    assert new.trial != old.trial
+    assert replay_of(won).reproduced() == new
+    seals = [won.reader.trial(found.trial).seal for found in (old, new)]
+    assert seals == [sealed, tool_of(won.study.seal, thorough=True).seal]
+    assert seals[0] != seals[1]
+    (event,) = won.reader.events(TOOL_CHANGED)
+    assert "this is overnight 9.9: frozen/timer.py has changed" in event.text
+    assert event.data["seal"] == seals[1]
+    assert "this is overnight 9.9" in won.reader.events("reproduced")[-1].text
+    assert audit(won.study, won.reader) == []
+
+
+def test_the_card_of_an_upgraded_tool_says_so(won: Night, upgrade: Callable[[Night], None]) -> None:
+    """Whoever gets the model reads that another tool trained it, and what differs."""
+    before = won.study.seal.digest
+    upgrade(won)
+    replay_of(won).reproduced()
+    run = replay_of(won).full_run(LONG)
+    card = (run.model / "README.md").read_text()
+    for text in (before, won.reader.trial(run.best.trial).seal, "by another tool", "frozen/timer.py has changed"):
+        assert text in card
+    assert before != won.reader.trial(run.best.trial).seal
+    assert audit(won.study, won.reader) == []
+
+
+def test_two_tools_share_no_full_run(won: Night, upgrade: Callable[[Night], None]) -> None:
+    """A run that the old tool left half done starts anew, and one that it finished is not set beside a new one."""
+    won.launcher.spoil = lambda job: interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        replay_of(won).full_run(LONG)
+    won.launcher.spoil = lambda job: None
+    (left,) = won.study.paths.replay.glob("*/train")
+    replay_of(won).full_run(Budget.parse("3Mtok"))
+    trained_before = len(trained(won))
+    upgrade(won)
+    with pytest.raises(WrongUse, match=r"best was trained for 3000000tok before the tool changed .*another budget"):
+        replay_of(won).full_run(Budget.parse("3Mtok"))
+    assert len(trained(won)) == trained_before
+    replay_of(won).full_run(LONG)
+    assert left.resolve() not in {order.folder.resolve() for order in trained(won)[trained_before:]}
+    assert audit(won.study, won.reader) == []
+
+
+def interrupted() -> Failed:
+    raise KeyboardInterrupt
+
+
+def test_a_tool_that_changes_meanwhile_ends_the_replay(won: Night, upgrade: Callable[[Night], None]) -> None:
+    """No row says that one tool ran what another one did: neither training nor scoring goes on."""
+    replay, orders = replay_of(won), won.launcher.orders
+
+    def change(job: TrainJob | ScoreJob) -> None:
+        upgrade(won)
+        replay.study = won.study
+
+    won.launcher.spoil = change
+    with pytest.raises(SealBroken, match="changed since this replay began"):
+        replay.full_run(LONG)
+    assert len(orders) == 1
+    with pytest.raises(SealBroken, match="changed since this replay began"):
+        replay.reproduce()
+    assert len(orders) == 1
+
+
+def test_no_upgrade_replays_another_question(won: Night, upgrade: Callable[[Night], None]) -> None:
+    """Changed data stay refused, whatever the tool."""
+    upgrade(won)
+    (won.study.paths.split("val") / "tokens.bin").write_bytes(b"easy")
+    with pytest.raises(SealBroken, match=r"data/val/tokens\.bin has changed"):
+        replay_of(won)
+
+
+def test_a_changed_tool_of_the_same_version_is_not_replayed(won: Night, upgrade: Callable[..., None]) -> None:
+    """Changed code is an upgrade only if it says so."""
+    upgrade(won, won.study.seal.manifest.tool)
+    with pytest.raises(SealBroken, match=r"frozen/timer\.py has changed"):
+        replay_of(won)
