@@ -173,7 +173,10 @@ def test_verify_reports_them_and_scores_nothing(study: Night) -> None:
     ("sql", "said"),
     [
         ("DELETE FROM events WHERE kind = 'tool_changed'", "under a seal that neither the study nor an event names"),
-        ("UPDATE trials SET seal = (SELECT max(seal) FROM trials) WHERE role = 'replicate'", "under another seal than"),
+        (
+            "UPDATE trials SET seal = (SELECT seal FROM trials ORDER BY id DESC LIMIT 1) WHERE role = 'screen'",
+            "under another seal than the study's",
+        ),
         (
             "UPDATE events SET data = json_set(data, '$.versions.torch', '9') WHERE kind = 'tool_changed'",
             "its files and versions do not give the seal it names",

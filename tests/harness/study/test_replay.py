@@ -1,4 +1,8 @@
-from collections.abc import Callable
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -7,9 +11,10 @@ from frozen.timer import Budget
 from harness.audit import audit
 from harness.errors import CheckFailed, SealBroken, WrongUse
 from harness.jobs.job import ScoreJob, TrainJob
+from harness.launch import MARK
 from harness.records import Failed, Role, TrialState
 from harness.recovery import DRIVER_DIED
-from harness.replay import FULL_RUN_REPLICATE, Replay
+from harness.replay import FULL_RUN_REPLICATE, Replay, replay
 from harness.rows import Ending
 from harness.upgrade import TOOL_CHANGED, tool_of
 from harness.view import Silent
@@ -58,17 +63,16 @@ def test_reproduction_is_a_fresh_seed_within_the_noise(won: Night) -> None:
 def test_a_winner_that_does_not_reproduce_is_not_trained_further(won: Night) -> None:
     """Hours of training are not spent on a result that one fresh seed refutes."""
     won.launcher.shift = 0.5
-    replay = replay_of(won)
-    assert not replay.reproduce().agrees
+    runner = replay_of(won)
+    assert not runner.reproduce().agrees
     with pytest.raises(CheckFailed, match="does not reproduce"):
-        replay.reproduced()
+        runner.reproduced()
     assert len(trained(won)) == 2
 
 
 def test_an_agreeing_reproduction_is_not_repeated(won: Night) -> None:
     """A resumed full run does not start with another reproduction."""
-    replay = replay_of(won)
-    found = replay.reproduce()
+    found = replay_of(won).reproduce()
     assert replay_of(won).reproduced() == found
     assert len(trained(won)) == 1
 
@@ -179,6 +183,88 @@ def test_a_model_that_was_swapped_does_not_look_at_the_holdout(won: Night) -> No
     assert len(looks(won)) == looks_before
 
 
+# --- the whole command ---
+
+
+class Heard(Silent):
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        """Remember."""
+        self.lines.append(text)
+
+
+@pytest.fixture
+def nursery(won: Night, monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Let replays use the made-up launcher, beside a process that carries the study's mark as a nursery does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    @contextlib.contextmanager
+    def launcher(*, mark: str, **_: Any) -> Iterator[Any]:
+        started.append(marked(mark))
+        yield won.launcher
+        started[-1].kill()
+        started[-1].wait()
+
+    monkeypatch.setattr("harness.replay.Launcher", launcher)
+    return started
+
+
+def marked(mark: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "300"], env=os.environ | {MARK: mark})
+
+
+@pytest.mark.process
+def test_leftovers_are_swept_before_our_own_nursery_starts(won: Night, nursery: list[subprocess.Popen[bytes]]) -> None:
+    """What a dead driver left is killed and its row closed; our own nursery, which carries the same mark, lives."""
+    left_row = won.ledger.begin(
+        proposal=1,
+        role=Role.FINAL,
+        config=won.reader.incumbent().config,
+        seed=5,
+        replicate=FULL_RUN_REPLICATE,
+        epoch=0,
+        budget="2000000tok",
+        seal=won.study.seal.digest,
+        device="cpu",
+        sandbox="plain",
+    )
+    left = marked(won.study.mark)
+    alive: list[int | None] = []
+    won.launcher.spoil = lambda job: alive.append(nursery[0].poll())
+    assert replay(won.study, None, Silent()).reproduction.agrees
+    assert left.wait() == -signal.SIGKILL
+    assert alive == [None, None]
+    assert won.reader.trial(left_row).state is TrialState.LOST
+    assert [event.data["processes"] for event in won.reader.events("swept")] == [1]
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("nursery")
+def test_another_tool_is_said_before_anything_runs(won: Night, upgrade: Callable[..., None]) -> None:
+    """The first line on the screen names what differs; without an upgrade there is none."""
+    heard = Heard()
+    replay(won.study, None, heard)
+    assert len(heard.lines) == 1
+    upgrade(won)
+    replay(won.study, None, heard)
+    assert "this is overnight 9.9: frozen/timer.py has changed" in heard.lines[1]
+    assert heard.lines[2].startswith("Node 1 reproduces")
+
+
+def test_a_tampered_tool_starts_no_launcher(
+    won: Night, upgrade: Callable[..., None], nursery: list[subprocess.Popen[bytes]]
+) -> None:
+    """A broken seal refuses a replay before anything is started."""
+    upgrade(won, won.study.seal.manifest.tool)
+    with pytest.raises(SealBroken):
+        replay(won.study, None, Silent())
+    assert nursery == []
+
+
 # --- after an upgrade of the tool ---
 
 
@@ -237,18 +323,18 @@ def interrupted() -> Failed:
 
 def test_a_tool_that_changes_meanwhile_ends_the_replay(won: Night, upgrade: Callable[[Night], None]) -> None:
     """No row says that one tool ran what another one did: neither training nor scoring goes on."""
-    replay, orders = replay_of(won), won.launcher.orders
+    runner, orders = replay_of(won), won.launcher.orders
 
     def change(job: TrainJob | ScoreJob) -> None:
         upgrade(won)
-        replay.study = won.study
+        runner.study = won.study
 
     won.launcher.spoil = change
     with pytest.raises(SealBroken, match="changed since this replay began"):
-        replay.full_run(LONG)
+        runner.full_run(LONG)
     assert len(orders) == 1
     with pytest.raises(SealBroken, match="changed since this replay began"):
-        replay.reproduce()
+        runner.reproduce()
     assert len(orders) == 1
 
 

@@ -1,9 +1,11 @@
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from harness import checkpoints
+from harness.cli import main
 from harness.records import Failed, TrialState
 from harness.seal import tool_version
 from harness.study import load
@@ -123,6 +125,22 @@ def test_an_upgrade_that_scores_otherwise_is_no_tampering(sound: Night, upgrade:
     finding = verify(sound.study, scorer=sound.launcher)[-1]
     assert finding.state == "changed"
     assert "the tool scores differently now" in finding.text
+
+
+def test_only_what_is_plainly_ok_exits_with_0(
+    sound: Night, upgrade: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script must not take a changed tool for a sound study; the words and the state tell it from damage."""
+    place = str(sound.study.paths.root)
+    monkeypatch.setattr("harness.study.load", lambda root: sound.study)
+    monkeypatch.setattr("harness.verify.verify", lambda study: verify(study, scorer=sound.launcher))
+    assert main(["verify", place]) == 0
+    upgrade(sound)
+    assert main(["verify", place]) == 1
+    assert "\nCHANGED  seal: frozen/timer.py has changed\n" in capsys.readouterr().out
+    assert main(["verify", place, "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert {(found["state"], found["ok"]) for found in document} == {("ok", True), ("changed", False)}
 
 
 def test_an_upgrade_hides_no_damage(sound: Night, upgrade: Callable[..., None]) -> None:
