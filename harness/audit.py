@@ -15,8 +15,8 @@ from itertools import zip_longest
 
 from frozen.tokens import EncodedSplit
 from harness import evidence, invariants
+from harness.fullrun import FULL_RUN_REPLICATE
 from harness.queries import Reader
-from harness.replay import FULL_RUN_REPLICATE
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED, is_truthful
 

@@ -30,7 +30,7 @@ from harness import checkpoints
 from harness.card import model_card
 from harness.errors import CheckFailed, SealBroken, WrongUse
 from harness.files import link_tree, write_whole
-from harness.fullrun import FullRun, FullScores, Replayed, Reproduction
+from harness.fullrun import FULL_RUN_REPLICATE, FullRun, FullScores, Replayed, Reproduction, is_full_run
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.locks import device_lock, driver_lock
@@ -44,8 +44,6 @@ from harness.study import Study
 from harness.upgrade import TOOL_CHANGED, Tool, tool_of
 from harness.view import View
 
-FULL_RUN_REPLICATE = 1_000
-"""Replicate number of full runs: a seed that no search reaches, the same after a restart. Reproductions follow it."""
 CHECKPOINT_COPIES = 8
 """Sizes of the weights that a full run needs on the disk: two checkpoints with the optimizer's moments, two models."""
 AGREEMENT = 0.99
@@ -296,7 +294,7 @@ class Replay:
     def _finished(self, standing: Standing, budget: Budget) -> Trial | None:
         for trial in self.reader.trials():
             same = trial.config == standing.config and trial.budget == str(budget)
-            if same and trial.replicate == FULL_RUN_REPLICATE and trial.score is not None:
+            if same and is_full_run(trial) and trial.score is not None:
                 return trial
         return None
 

@@ -16,10 +16,11 @@ from html import escape
 from pathlib import Path
 
 from harness.files import write_whole
+from harness.fullrun import is_full_run
 from harness.limits import driver_seconds
 from harness.paths import StudyPaths
 from harness.queries import Reader
-from harness.records import FAILURES, Past, Role, Trial, TrialState
+from harness.records import FAILURES, Past, Trial, TrialState
 from harness.report import plot, words
 from harness.report.summary import Facts, Level, gather, improvement, kept, level, state, stop_reason, utilization
 from harness.report.table import headline, total_changes
@@ -293,7 +294,7 @@ def _config(facts: Facts) -> str:
     table = f"<table>{_head('knob', 'baseline', 'best')}{rows}</table>" if rows else "<p>It is the baseline's.</p>"
     command = escape(f"overnight replay {facts.study.name}                # again, with a fresh seed\n")
     command += escape(f"overnight replay {facts.study.name} --tokens N     # the full run, beside the baseline")
-    finals = [trial for trial in facts.trials if trial.role is Role.FINAL and trial.score is not None]
+    finals = [trial for trial in facts.trials if is_full_run(trial) and trial.score is not None]
     full = _list(
         f"Full run, trial {t.id}: {words.purpose(t)}, budget {t.budget}: {words.ended(t)} on val." for t in finals
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tomllib
 
+from harness.fullrun import is_full_run
 from harness.noise import smallest_provable
-from harness.records import JudgeRules, Role
+from harness.records import JudgeRules
 from harness.report import words
 from harness.report.summary import Facts, kept
 
@@ -60,7 +61,7 @@ def _gains(facts: Facts) -> list[str]:
 
 def _reach(facts: Facts) -> list[str]:
     sentences = []
-    finals = [trial for trial in facts.trials if trial.role is Role.FINAL and trial.score is not None]
+    finals = [trial for trial in facts.trials if is_full_run(trial) and trial.score is not None]
     looks = sum(event.kind == "holdout_look" for event in facts.events)
     if kept(facts) and not finals:
         sentences.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.config import TrialConfig, Value, flatten
+from harness.fullrun import is_full_run
 from harness.records import BASELINE, Past, ProposalState, Role, Trial, TrialState
 
 MINUS = "\u2212"
@@ -146,7 +147,7 @@ def purpose(trial: Trial) -> str:
         case Role.SCREEN:
             return f"{owner}, screening"
         case Role.FINAL:
-            return f"{owner}, full run"
+            return f"{owner}, full run" if is_full_run(trial) else f"{owner}, replayed as replicate {trial.replicate}"
         case _:
             return f"{owner}, {trial.role.value} {trial.replicate}"
 

@@ -10,11 +10,12 @@ import pytest
 from frozen.timer import Budget
 from harness.audit import audit
 from harness.errors import CheckFailed, SealBroken, WrongUse
+from harness.fullrun import FULL_RUN_REPLICATE
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.launch import MARK
 from harness.records import Failed, Role, TrialState
 from harness.recovery import DRIVER_DIED
-from harness.replay import FULL_RUN_REPLICATE, Replay, replay
+from harness.replay import Replay, replay
 from harness.rows import Ending
 from harness.upgrade import TOOL_CHANGED, tool_of
 from harness.view import Silent
