@@ -26,6 +26,7 @@ from harness.records import Proposal
 
 if TYPE_CHECKING:
     from frozen.timer import Budget
+    from harness.ablation import Step
     from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
 
@@ -233,11 +234,12 @@ def replay(arguments: argparse.Namespace) -> int:
     made = study.load(chosen(arguments.study).root)
     budget = _full_budget(arguments, made)
     with screen(out, made.paths, Limits(), plain=False) as view:
-        result = replayed(made, budget, view, cold=arguments.cold)
+        result = replayed(made, budget, view, ablate=arguments.ablate, cold=arguments.cold)
     out.print(_reproduced(result.reproduction), soft_wrap=True)
     if not result.reproduction.agrees:
         raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
-    for line in _full(result.full, made.metric) if result.full else ():
+    lines = _ablated(result.ablation, made.metric) if result.ablation is not None else []
+    for line in lines + (_full(result.full, made.metric) if result.full else []):
         out.print(line, soft_wrap=True)
     return 0
 
@@ -264,6 +266,16 @@ def _reproduced(result: Reproduction) -> str:
         f"Trial {result.trial} scored {result.score:.4f} and {said} the ledger's {result.expected:.4f}"
         f" (one more seed lies within ± {result.tolerance:.4f} in 99 of 100 cases)."
     )
+
+
+def _ablated(steps: tuple[Step, ...], metric: str) -> list[str]:
+    from harness.report import words
+
+    lines = [f"The best config without each of its steps, in {metric} (positive: the step still helps):"]
+    for step in steps:
+        knobs = ", ".join(f"{words.short(knob)} back to {words.value(value)}" for knob, value in step.back.items())
+        lines.append(f"  {words.node(step.node)}{f' ({knobs})' if knobs else ''}: {words.without(step)}")
+    return lines
 
 
 def _full(result: FullRun, metric: str) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from harness.ablation import ablation
 from harness.config import flatten
 from harness.fullrun import FullRun
 from harness.queries import Reader
 from harness.records import BASELINE
+from harness.report import words
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED
 
@@ -38,10 +40,14 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         "## Lineage",
         "",
     ]
-    for standing in reader.best_lineage():
+    chain, budget = reader.best_lineage(), str(study.budget)
+    taken_out = {step.node: step for step in ablation(chain, reader.trials(), reader.noise(), budget) or ()}
+    for standing in chain:
         changes = ", ".join(f"`{name}` = {value}" for name, value in standing.diff.items()) or "the baseline"
         score = f"{standing.score:.4f}" if standing.score is not None else "not scored"
         lines.append(f"- node {standing.node}: {changes} (mean {score} over {len(standing.scores)} seeds)")
+        if standing.node in taken_out:
+            lines.append(f"  - without it: {words.without(taken_out[standing.node])}")
     lines += ["", "## Config", "", "| knob | value |", "| --- | --- |"]
     lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
     lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", "", *other_tool(reader, best.trial)]

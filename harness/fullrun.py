@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.ablation import Step
 from harness.records import Role, Trial
 
 FULL_RUN_REPLICATE = 1_000
@@ -63,5 +64,7 @@ class Replayed:
     """What a replay came to."""
 
     reproduction: Reproduction
+    ablation: tuple[Step, ...] | None
+    """None unless it was asked for."""
     full: FullRun | None
     """None unless a budget was given."""

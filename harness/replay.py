@@ -1,7 +1,8 @@
 """The winner as a full run, and the proof that it is one.
 
 First `reproduce`: the incumbent's config with a seed that the search never used, at the search's own budget; it must
-land within the noise. Then `full_run`: the baseline and the incumbent trained under a larger budget of the owner's.
+land within the noise. On request `ablate`: the same with every kept step taken out in turn. Then `full_run`: the
+baseline and the incumbent trained under a larger budget of the owner's.
 Schedules are functions of budget progress, so they are derived anew and not stretched. Both are scored on val and,
 once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The full run writes
 checkpoints at the probe points and goes on from the newest one after ``kill -9``. A winner that does not reproduce is
@@ -16,9 +17,9 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from types import FrameType
 from typing import Literal
 
@@ -27,28 +28,41 @@ from scipy import stats
 from frozen.timer import Budget
 from frozen.tokens import EncodedSplit
 from harness import checkpoints
+from harness.ablation import Step, ablation, steps
 from harness.card import model_card
-from harness.errors import CheckFailed, SealBroken, WrongUse
-from harness.files import link_tree, write_whole
+from harness.config import TrialConfig
+from harness.errors import CheckFailed, WrongUse
+from harness.files import write_whole
+from harness.finals import SECONDS_PER_DAY, FinalRunner
 from harness.fullrun import FULL_RUN_REPLICATE, FullRun, FullScores, Replayed, Reproduction, is_full_run
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.locks import device_lock, driver_lock
-from harness.orders import score_order, train_order
+from harness.orders import score_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
-from harness.records import BASELINE, CurvePoint, Failed, Role, Scored, Standing, Trained, Trial, TrialState
+from harness.records import (
+    BASELINE,
+    FAILURES,
+    Failed,
+    Role,
+    Scored,
+    Standing,
+    Trained,
+    Trial,
+    TrialState,
+)
 from harness.recovery import recover
-from harness.rows import Ending
 from harness.study import Study
-from harness.upgrade import TOOL_CHANGED, Tool, tool_of
+from harness.upgrade import Tool, tool_of
 from harness.view import View
 
+ABLATION_REPLICATES = 3
+"""Fresh seeds on which the best config runs with and without each step, as many as the baseline had."""
 CHECKPOINT_COPIES = 8
 """Sizes of the weights that a full run needs on the disk: two checkpoints with the optimizer's moments, two models."""
 AGREEMENT = 0.99
 """Two-sided confidence at which a reproduction is said to differ."""
-SECONDS_PER_DAY = 86_400.0
 REPRODUCED = "reproduced"
 """Kind of the event that a reproduction leaves."""
 CARD = "README.md"
@@ -68,6 +82,7 @@ class Replay:
         self.reader = reader
         self.launcher = launcher
         self.view = view
+        self.finals = FinalRunner(study, tool, ledger, reader, launcher, view)
 
     # --- reproduce ---
 
@@ -84,7 +99,8 @@ class Replay:
         replicate = max([FULL_RUN_REPLICATE, *(trial.replicate for trial in self.reader.trials())]) + 1
         paths = ReplayPaths(self.study.paths.replay / "reproduce")
         shutil.rmtree(paths.root, ignore_errors=True)
-        trial = self._trial(incumbent, self.study.budget, replicate, paths, resumable=False)
+        trial = self.finals.run(incumbent.config, incumbent.node, self.study.budget, replicate, paths, resumable=False)
+        _must_be_scored(trial, paths)
         assert trial.score is not None
         quantile = float(stats.t.ppf((1 + AGREEMENT) / 2, noise.degrees_of_freedom))
         found = Reproduction(
@@ -120,6 +136,52 @@ class Replay:
             )
         return found
 
+    # --- ablate ---
+
+    def ablate(self) -> tuple[Step, ...]:
+        """Run the best config without each step of its lineage, on the seeds of its reproductions.
+
+        A failing run is a result: the step is what keeps training alive. Rows that are there are not run again.
+        """
+        chain = self.reader.best_lineage()
+        if len(chain) < 2:
+            raise WrongUse(f"study {self.study.name} has kept no change yet, so there is no step to take out")
+        self.reproduced()
+        while len(self._shared_replicates()) < ABLATION_REPLICATES:
+            self.reproduce()
+        for step in steps(chain):
+            if step.without is None:
+                continue
+            done = self._replayed(step.without, unscored=FAILURES)
+            for replicate in self._shared_replicates():
+                if replicate not in done:
+                    self._without(step.node, step.without, replicate)
+        found = ablation(chain, self.reader.trials(), self.reader.noise(), str(self.study.budget))
+        return found or steps(chain)
+
+    def _shared_replicates(self) -> list[int]:
+        """Return the incumbent's replicates that its steps are taken out on: the oldest, the same after a restart."""
+        return sorted(self._replayed(self._incumbent().config) - {FULL_RUN_REPLICATE})[:ABLATION_REPLICATES]
+
+    def _replayed(self, config: TrialConfig, unscored: Collection[TrialState] = ()) -> set[int]:
+        """Return the replicates that this tool has run of a config at the search's budget, on the machine as it is."""
+        wanted = (config, Role.FINAL, str(self.study.budget), self.tool.seal, self.reader.epoch())
+        return {
+            trial.replicate
+            for trial in self.reader.trials()
+            if (trial.config, trial.role, trial.budget, trial.seal, trial.epoch) == wanted
+            and (trial.score is not None or trial.state in unscored)
+        }
+
+    def _without(self, node: int, config: TrialConfig, replicate: int) -> None:
+        paths = ReplayPaths(self.study.paths.replay / f"without-{node}")
+        shutil.rmtree(paths.root, ignore_errors=True)
+        checkpoints.make_room(self.study.paths, self._running(), 2 * self.study.bytes_of(config))
+        self.view.say(f"The best config without node {node}:")
+        trial = self.finals.run(config, node, self.study.budget, replicate, paths, resumable=False)
+        if trial.score is not None:
+            shutil.rmtree(paths.root)
+
     # --- full run ---
 
     def full_run(self, budget: Budget) -> FullRun:
@@ -149,7 +211,8 @@ class Replay:
             if trial is not None:
                 raise CheckFailed(f"trial {trial.id} was scored but its model is gone from {paths.model}")
             self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}.")
-            trial = self._trial(standing, budget, FULL_RUN_REPLICATE, paths, resumable=True)
+            trial = self.finals.run(standing.config, standing.node, budget, FULL_RUN_REPLICATE, paths, resumable=True)
+            _must_be_scored(trial, paths)
         assert trial.score is not None
         self._check_model(trial, paths)
         shutil.rmtree(paths.train, ignore_errors=True)  # left by a death between closing the row and cleaning up
@@ -181,7 +244,7 @@ class Replay:
         looks = sum(event.data["trial"] == trial.id for event in self.reader.events("holdout_look")) + 1
         self.ledger.event("holdout_look", f"trial {trial.id} looks at the holdout", {"trial": trial.id, "look": looks})
         job = score_order(self.study, trial.config, weights=paths.model, split="holdout")
-        self._check_tool()
+        self.finals.check_tool()
         scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
         if not isinstance(scored, Scored):
             raise CheckFailed(f"the holdout could not be scored: {_reason(scored)}; see {paths.log}")
@@ -191,94 +254,16 @@ class Replay:
         )
         return score
 
-    # --- one trial ---
-
-    def _trial(
-        self,
-        standing: Standing,
-        budget: Budget,
-        replicate: int,
-        paths: ReplayPaths,
-        *,
-        resumable: bool,
-    ) -> Trial:
-        """Seal, row, training, scoring, row; like a search's trial, in the replay's own folder."""
-        self._check_tool()
-        seed = self.study.seed_of(replicate)
-        number = self.ledger.begin(
-            proposal=standing.node or None,
-            role=Role.FINAL,
-            config=standing.config,
-            seed=seed,
-            replicate=replicate,
-            epoch=self.reader.epoch(),
-            budget=str(budget),
-            seal=self.tool.seal,
-            device=self.study.device,
-            sandbox=self.launcher.sandbox_tier,
-        )
-        paths.train.mkdir(parents=True, exist_ok=True)
-        self.view.trial_began(self.reader.trial(number))
-        try:
-            ending = self._run(standing, seed, budget, paths, number, resumable=resumable)
-        except KeyboardInterrupt:
-            stopped = Failed(state=TrialState.INTERRUPTED, error_class="Interrupted", error_text="ended by the owner")
-            self.ledger.close_trial(number, Ending.of_failed(stopped))
-            raise
-        self.ledger.close_trial(number, ending)
-        trial = self.reader.trial(number)
-        self.view.trial_ended(trial)
-        if trial.score is None:
-            raise CheckFailed(f"trial {number} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
-        shutil.rmtree(paths.train)  # only now: until the row is closed a restart goes on from the checkpoints in it
-        return trial
-
-    def _check_tool(self) -> None:
-        """See to it that what runs is what the rows say, and that an event says what that is."""
-        if tool_of(self.study.seal, thorough=False).seal != self.tool.seal:
-            raise SealBroken("the tool has changed since this replay began: start it again")
-        booked = {event.data["seal"] for event in self.reader.events(TOOL_CHANGED)}
-        if self.tool.upgrade is not None and self.tool.seal not in booked:
-            self.ledger.event(TOOL_CHANGED, str(self.tool.upgrade), self.tool.facts())
-
-    def _run(
-        self, standing: Standing, seed: int, budget: Budget, paths: ReplayPaths, number: int, *, resumable: bool
-    ) -> Ending:
-        """Train and score."""
-        points: list[CurvePoint] = []
-
-        def on_point(point: CurvePoint) -> None:
-            points.append(point)
-            self.view.point(number, point)
-
-        job = train_order(
-            self.study, standing.config, seed=seed, budget=budget, folder=paths.train, resumable=resumable
-        )
-        trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
-        return replace(self._score(standing, paths, trained), curve=tuple(points))
-
-    def _score(self, standing: Standing, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
-        if isinstance(trained, Failed):
-            return Ending.of_failed(trained)
-        assert isinstance(trained, Trained)
-        shutil.rmtree(paths.model, ignore_errors=True)
-        link_tree(paths.train / "model", paths.model)
-        digest = checkpoints.digest_of(paths.model)
-        job = score_order(self.study, standing.config, weights=paths.model, split="val")
-        self._check_tool()
-        scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
-        if isinstance(scored, Failed):
-            return Ending.of_failed(scored, trained=trained)
-        assert isinstance(scored, Scored)
-        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
+    # --- where and what ---
 
     def _make_room(self, *standings: Standing) -> None:
         """See to it that models and checkpoints fit: weights, and two moments of the optimizer beside them, twice."""
-        running = {trial.id for past in self.reader.running() for trial in past.trials}
         need = sum(CHECKPOINT_COPIES * self.study.bytes_of(standing.config) for standing in standings)
-        checkpoints.make_room(self.study.paths, running, need)
+        checkpoints.make_room(self.study.paths, self._running(), need)
 
-    # --- where and what ---
+    def _running(self) -> set[int]:
+        """Return the trials whose weights the search may still publish."""
+        return {trial.id for past in self.reader.running() for trial in past.trials}
 
     def _incumbent(self) -> Standing:
         incumbent = self.reader.incumbent()
@@ -299,8 +284,10 @@ class Replay:
         return None
 
 
-def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = False) -> Replayed:
-    """Reproduce the incumbent; with a budget, train it as a full run then. The driver's lock is held throughout.
+def replay(study: Study, budget: Budget | None, view: View, *, ablate: bool = False, cold: bool = False) -> Replayed:
+    """Reproduce the incumbent; then, if asked, take out its steps in turn, and train it as a full run under ``budget``.
+
+    The driver's lock is held throughout.
 
     `CheckFailed`: the winner does not reproduce, or a run failed. `SealBroken`: something sealed has changed that no
     upgrade of the tool explains. `StoppedEarly`: the disk is too full.
@@ -318,9 +305,13 @@ def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = Fals
         recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
         with Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher:
             runner = Replay(study, tool, ledger, reader, launcher, view)
-            if budget is None:
-                return Replayed(reproduction=runner.reproduce(), full=None)
-            return Replayed(reproduction=runner.reproduced(), full=runner.full_run(budget))
+            if budget is None and not ablate:
+                return Replayed(reproduction=runner.reproduce(), ablation=None, full=None)
+            return Replayed(
+                reproduction=runner.reproduced(),
+                ablation=runner.ablate() if ablate else None,
+                full=runner.full_run(budget) if budget is not None else None,
+            )
 
 
 def budget_of_epochs(study: Study, epochs: float) -> Budget:
@@ -345,6 +336,11 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _must_be_scored(trial: Trial, paths: ReplayPaths) -> None:
+    if trial.score is None:
+        raise CheckFailed(f"trial {trial.id} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
 
 
 def _reason(failed: Trained | Scored | Failed) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.ablation import Step
 from harness.config import TrialConfig, Value, flatten
 from harness.fullrun import is_full_run
 from harness.records import BASELINE, Past, ProposalState, Role, Trial, TrialState
@@ -117,6 +118,19 @@ def failures(past: Past) -> list[str]:
             if trial.state not in (TrialState.SCORED, TrialState.RUNNING)
         )
     )
+
+
+def without(step: Step | None) -> str:
+    """Return what the best config loses without a step, and whether that is proven."""
+    if step is None:
+        return NOTHING
+    if step.without is None:
+        return "cannot be taken out alone" if step.back else "turned again by later steps"
+    failures = f"fails without it ({count(step.failed, 'run')})" if step.failed else ""
+    if step.loss is None:
+        return failures or NOTHING
+    said = plus_minus(signed(step.loss), step.standard_error)
+    return ", ".join(part for part in (said, "" if step.is_proven else "not proven", failures) if part)
 
 
 def sentence(text: str | None) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness import checkpoints
-from harness.config import TrialConfig, apply
+from harness.config import TrialConfig, Value, apply
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.judge import Evidence, judge
 from harness.ledger import Ledger
@@ -142,12 +142,14 @@ class Night:
         first, *_ = [self.run(base, replicate, Role.BASELINE) for replicate in range(3)]
         self.ledger.seat_baseline(base, first, checkpoints.publish(self.study.paths, first, 0))
 
-    def keep(self, learning_rate: float) -> None:
-        """Propose a learning rate, run it, keep it."""
-        diff = {"optim.learning_rate": learning_rate}
+    def keep(self, learning_rate: float, **more: Value) -> None:
+        """Propose a learning rate, and other knobs of the optimizer that change nothing; run it, keep it."""
+        diff = {f"optim.{name}": value for name, value in ({"learning_rate": learning_rate} | more).items()}
         number = self.ledger.queue(Proposal(diff=diff, source="hand", rationale="faster", watch="loss"))
-        config = apply(self.study.baseline, diff)
-        self.ledger.start(number, 0, config)
+        parent = self.reader.incumbent()
+        assert parent is not None
+        config = apply(parent.config, diff)
+        self.ledger.start(number, parent.node, config)
         self.run(config, 0, Role.SCREEN, number)
         first, *_ = [self.run(config, replicate, Role.REPLICATE, number) for replicate in (1, 2)]
         incumbent, noise = self.reader.incumbent(), self.reader.noise()

@@ -55,6 +55,8 @@ SQL = {
     "trial 6 has the role final, but full runs are replicates from 1000": "UPDATE trials SET role = 'final'"
     " WHERE id = 6",
     "trial 6 has the role final, but the folder": "UPDATE trials SET role = 'final' WHERE id = 6",
+    "trial 10 has the role final, but its config is neither that of node 1 nor that of a later one": "UPDATE trials"
+    " SET (config, config_digest) = (SELECT config, config_digest FROM proposals WHERE number = 2) WHERE id = 10",
     "trial 10 is scored with the role replicate, but has no folder": "UPDATE trials SET role = 'replicate'"
     " WHERE id = 10",
     "trial 4 has the role repair, but its config makes it a screen": "UPDATE trials SET role = 'repair' WHERE id = 4",

@@ -1,4 +1,6 @@
 import contextlib
+import html
+import json
 import os
 import signal
 import subprocess
@@ -9,13 +11,18 @@ import pytest
 
 from frozen.timer import Budget
 from harness.audit import audit
+from harness.cli import main
 from harness.errors import CheckFailed, SealBroken, WrongUse
-from harness.fullrun import FULL_RUN_REPLICATE
+from harness.fullrun import FULL_RUN_REPLICATE, Reproduction
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.launch import MARK
+from harness.queries import Reader
 from harness.records import Failed, Role, TrialState
 from harness.recovery import DRIVER_DIED
-from harness.replay import Replay, replay
+from harness.replay import ABLATION_REPLICATES, Replay, replay
+from harness.report.page import page
+from harness.report.summary import gather
+from harness.report.unproven import unproven
 from harness.rows import Ending
 from harness.upgrade import TOOL_CHANGED, tool_of
 from harness.view import Silent
@@ -184,6 +191,156 @@ def test_a_model_that_was_swapped_does_not_look_at_the_holdout(won: Night) -> No
     assert len(looks(won)) == looks_before
 
 
+# --- taking steps out ---
+
+
+@pytest.fixture
+def climbed(won: Night) -> Night:
+    """Return a study with a second step, which turned the first one's learning rate again but not its other knob."""
+    won.keep(2e-3, beta1=0.8)
+    won.keep(3e-3, beta2=0.9)
+    assert [standing.node for standing in won.reader.best_lineage()] == [0, 1, 2, 3]
+    return won
+
+
+def test_every_step_is_taken_out_on_the_seeds_of_the_reproductions(climbed: Night) -> None:
+    """What a later step turned again stays; what is left is turned back, and the rows tell what is lost without it."""
+    first = replay_of(climbed).reproduce()
+    overridden, second, third = replay_of(climbed).ablate()
+    assert (overridden.without, overridden.pairs) == (None, 0)
+    assert second.back == {"optim.beta1": climbed.study.baseline.optim.beta1}
+    assert (second.loss, second.is_proven) == (pytest.approx(0), False)
+    assert third.back == {"optim.learning_rate": 2e-3, "optim.beta2": climbed.study.baseline.optim.beta2}
+    assert (third.loss, third.is_proven) == (pytest.approx(0.1), True)
+    noise = climbed.reader.noise()
+    assert third.standard_error == pytest.approx(noise.standard_deviation * (2 / ABLATION_REPLICATES) ** 0.5)
+    finals = [trial for trial in climbed.reader.trials() if trial.role is Role.FINAL]
+    by_config: dict[str, list[int]] = {}
+    for trial in finals:
+        by_config.setdefault(trial.config.digest, []).append(trial.replicate)
+    assert list(by_config.values()) == [[first_of(first, climbed) + n for n in range(ABLATION_REPLICATES)]] * 3
+    assert {trial.proposal for trial in finals} == {2, 3}
+    assert {order.budget for order in trained(climbed)} == {str(climbed.study.budget)}
+    assert audit(climbed.study, climbed.reader) == []
+    assert climbed.reader.incumbent().config.optim.learning_rate == 3e-3
+    assert not list(climbed.study.paths.replay.iterdir())
+
+
+def first_of(found: Reproduction, night: Night) -> int:
+    return int(night.reader.trial(found.trial).replicate)
+
+
+def test_a_second_ablation_runs_nothing(climbed: Night) -> None:
+    """Rows that are there answer."""
+    first = replay_of(climbed).ablate()
+    climbed.launcher.orders.clear()
+    assert replay_of(climbed).ablate() == first
+    assert climbed.launcher.orders == []
+
+
+@pytest.mark.parametrize("turn", [0, 1, 3, 7, 10, 17])
+def test_an_ablation_goes_on_after_a_death(climbed: Night, turn: int) -> None:
+    """Whatever job the driver dies before, the next call runs what is missing and comes to the same."""
+    done = [0]
+
+    def die(job: TrainJob | ScoreJob) -> Failed | None:
+        done[0] += 1
+        if done[0] == turn + 1:
+            raise Killed
+        return None
+
+    climbed.launcher.spoil = die
+    with pytest.raises(Killed):
+        replay_of(climbed).ablate()
+    for trial in climbed.reader.open_trials():
+        lost = Failed(state=TrialState.LOST, error_class=DRIVER_DIED, error_text="gone")
+        climbed.ledger.close_trial(trial.id, Ending.of_failed(lost))
+    assert [step.pairs for step in replay_of(climbed).ablate()] == [0, ABLATION_REPLICATES, ABLATION_REPLICATES]
+    finals = [trial for trial in climbed.reader.trials() if trial.role is Role.FINAL and trial.score is not None]
+    assert len(finals) == 3 * ABLATION_REPLICATES
+    assert audit(climbed.study, climbed.reader) == []
+
+
+def test_an_ablation_stays_sound_when_the_search_goes_on(won: Night) -> None:
+    """A config without its only step is the baseline's, and one without its last step is the former incumbent's."""
+    (only,) = replay_of(won).ablate()
+    assert only.without == won.study.baseline
+    won.keep(2e-3, beta1=0.8)
+    former = won.reader.best_lineage()[1].config
+    overridden, last = replay_of(won).ablate()
+    assert (overridden.back, last.without) == ({}, former)
+    won.keep(3e-3)
+    assert audit(won.study, won.reader) == []
+
+
+def test_failing_without_a_step_is_a_result(climbed: Night) -> None:
+    """Where training diverges without a step, the ablation goes on, says so, and does not try again."""
+
+    def diverge(job: TrainJob | ScoreJob) -> Failed | None:
+        if isinstance(job, TrainJob) and job.config.optim.learning_rate == 2e-3:
+            return Failed(state=TrialState.DIVERGED, error_class="Diverged", error_text="loss is NaN")
+        return None
+
+    climbed.launcher.spoil = diverge
+    third = replay_of(climbed).ablate()[2]
+    assert (third.failed, third.pairs, third.loss) == (ABLATION_REPLICATES, 0, None)
+    assert (climbed.study.paths.replay / "without-3").exists()
+    climbed.launcher.orders.clear()
+    replay_of(climbed).ablate()
+    assert climbed.launcher.orders == []
+    assert audit(climbed.study, climbed.reader) == []
+
+
+def test_another_tool_takes_steps_out_anew(climbed: Night, upgrade: Callable[..., None]) -> None:
+    """Pairs are made within one tool."""
+    replay_of(climbed).ablate()
+    upgrade(climbed)
+    before = len(trained(climbed))
+    assert [step.pairs for step in replay_of(climbed).ablate()] == [0, 2 * ABLATION_REPLICATES, 2 * ABLATION_REPLICATES]
+    assert len(trained(climbed)) == before + 3 * ABLATION_REPLICATES
+    assert audit(climbed.study, climbed.reader) == []
+
+
+def test_what_was_taken_out_is_where_people_look(
+    climbed: Night, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lineage, proposal, report and model card tell from the rows what each step is worth."""
+    place = str(climbed.study.paths.root)
+    assert main(["lineage", place]) == 0
+    assert "without it" not in capsys.readouterr().out
+    with Reader(climbed.study.paths.ledger) as reader:
+        asked = "\n".join(unproven(gather(reader, driver_lives=False)))
+    assert "`overnight replay night --ablate`" in asked
+    error = replay_of(climbed).ablate()[2].standard_error
+    loss, nothing = f"+0.1000 ± {error:.4f}", f"+0.0000 ± {error:.4f}, not proven"
+    for command in (["lineage", place], ["show", place, "p3"]):
+        assert main(command) == 0
+        assert loss in " ".join(capsys.readouterr().out.split())
+    assert main(["show", place, "p2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["loss_without_proven"], document["loss_without_pairs"]) == (False, ABLATION_REPLICATES)
+    with Reader(climbed.study.paths.ledger) as reader:
+        facts = gather(reader, driver_lives=False)
+        text = html.unescape(page(facts, climbed.study.paths))
+        left = unproven(facts)
+    assert loss in text
+    assert nothing in text
+    assert "turned again by later steps" in text
+    assert [sentence for sentence in left if "still matters" in sentence] == [
+        "That p2 still matters: the best config is not worse without it beyond chance."
+    ]
+    card = (replay_of(climbed).full_run(LONG).model / "README.md").read_text()
+    assert f"without it: {loss}" in card
+
+
+def test_without_a_kept_change_there_is_nothing_to_take_out(night: Night) -> None:
+    """The baseline has no steps, which is said before anything runs."""
+    night.seat_baseline()
+    with pytest.raises(WrongUse, match="has kept no change yet"):
+        replay_of(night).ablate()
+    assert night.launcher.orders == []
+
+
 # --- the whole command ---
 
 
@@ -328,7 +485,7 @@ def test_a_tool_that_changes_meanwhile_ends_the_replay(won: Night, upgrade: Call
 
     def change(job: TrainJob | ScoreJob) -> None:
         upgrade(won)
-        runner.study = won.study
+        runner.finals.study = won.study
 
     won.launcher.spoil = change
     with pytest.raises(SealBroken, match="changed since this replay began"):
