@@ -36,7 +36,7 @@ DEMO_PROPOSALS = 10
 
 def init(arguments: argparse.Namespace) -> int:
     """Make a study, from scratch or with what an earlier one found."""
-    from harness import study
+    from harness import setup, study
 
     out = console()
     wanted: dict[str, Any] = {name: getattr(arguments, name) for name in ("policy", "data", "budget")}
@@ -48,7 +48,7 @@ def init(arguments: argparse.Namespace) -> int:
     for name, value in wanted.items():
         if value is None or value == []:
             raise BadInput(f"a new study needs --{name}, or --from a study that has one")
-    made = study.create(
+    made = setup.create(
         arguments.study, task=arguments.task, model=arguments.model, baseline=baseline, progress=out.print, **wanted
     )
     out.print(f"Study {made.name} is made in {made.paths.root}. `overnight run {arguments.study}` starts the search.")
@@ -100,7 +100,9 @@ def _study_to_run(name: str | None) -> tuple[Study, bool]:
         out.print(f"Going on with the demo study in {folder_of(DEMO)} instead of starting over.")
         return study.load(DEMO), True
     out.print("Making the demo study: a small model on the text of this machine's own Python library.")
-    return study.create_demo(progress=out.print), True
+    from harness import setup  # the encoder, which only a new study needs
+
+    return setup.create_demo(progress=out.print), True
 
 
 def _limits(arguments: argparse.Namespace, study: Study, *, is_demo: bool) -> Limits:

@@ -19,7 +19,8 @@ from harness.queries import Reader
 from harness.records import CurvePoint, Role, Scored, Trained, TrialState
 from harness.replay import Replay
 from harness.rows import Ending
-from harness.study import Study, create
+from harness.setup import create
+from harness.study import Study
 from harness.studyfile import Evaluation
 from harness.upgrade import tool_of
 from harness.verify import verify
