@@ -1,3 +1,4 @@
+import base64
 import dataclasses
 import hashlib
 import json
@@ -10,7 +11,7 @@ import pytest
 from harness.errors import SealBroken
 from harness.paths import StudyPaths
 from harness.seal import Code, Seal
-from harness.upgrade import inspect, is_truthful, tool_of
+from harness.upgrade import inspect, installed_digests, is_truthful, tool_of
 
 
 @pytest.fixture
@@ -130,6 +131,19 @@ def test_an_upgrade_is_held_against_its_installer(sealed: Seal, bare_study: Stud
         "frozen/more.py is no part of overnight 2.0 as it was installed",
         "frozen/timer.py is not what overnight 2.0 installed",
     ]
+
+
+def test_the_installers_digests_are_read(sealed: Seal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list that pip leaves beside a package holds the digests of its files, in another spelling than ours."""
+    wanted = installed(sealed.code)
+    record = tmp_path / "site" / "overnight-2.0.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: overnight\nVersion: 2.0\n")
+    spelled = {n: base64.urlsafe_b64encode(bytes.fromhex(d)).decode().rstrip("=") for n, d in wanted.items()}
+    lines = [f"{name},sha256={digest},9" for name, digest in spelled.items()]
+    (record / "RECORD").write_text("\n".join([*lines, "frozen/__pycache__/timer.cpython-311.pyc,,"]) + "\n")
+    monkeypatch.syspath_prepend(record.parent)
+    assert installed_digests() == wanted
 
 
 def test_a_rewritten_version_is_named(sealed: Seal, bare_study: StudyPaths) -> None:

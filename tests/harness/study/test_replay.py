@@ -459,6 +459,7 @@ def test_the_card_of_an_upgraded_tool_says_so(won: Night, upgrade: Callable[[Nig
 
 def test_two_tools_share_no_full_run(won: Night, upgrade: Callable[[Night], None]) -> None:
     """A run that the old tool left half done starts anew, and one that it finished is not set beside a new one."""
+    replay_of(won).reproduced()
     won.launcher.spoil = lambda job: interrupted()
     with pytest.raises(KeyboardInterrupt):
         replay_of(won).full_run(LONG)
@@ -470,6 +471,7 @@ def test_two_tools_share_no_full_run(won: Night, upgrade: Callable[[Night], None
     with pytest.raises(WrongUse, match=r"best was trained for 3000000tok before the tool changed .*another budget"):
         replay_of(won).full_run(Budget.parse("3Mtok"))
     assert len(trained(won)) == trained_before
+    replay_of(won).reproduced()
     replay_of(won).full_run(LONG)
     assert left.resolve() not in {order.folder.resolve() for order in trained(won)[trained_before:]}
     assert audit(won.study, won.reader) == []
