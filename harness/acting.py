@@ -26,6 +26,7 @@ from harness.records import Proposal
 
 if TYPE_CHECKING:
     from frozen.timer import Budget
+    from harness.ablation import Step
     from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
     from harness.studyfile import Agent
@@ -36,7 +37,7 @@ DEMO_PROPOSALS = 10
 
 def init(arguments: argparse.Namespace) -> int:
     """Make a study, from scratch or with what an earlier one found."""
-    from harness import study
+    from harness import setup, study
 
     out = console()
     wanted: dict[str, Any] = {name: getattr(arguments, name) for name in ("policy", "data", "budget")}
@@ -48,7 +49,7 @@ def init(arguments: argparse.Namespace) -> int:
     for name, value in wanted.items():
         if value is None or value == []:
             raise BadInput(f"a new study needs --{name}, or --from a study that has one")
-    made = study.create(
+    made = setup.create(
         arguments.study, task=arguments.task, model=arguments.model, baseline=baseline, progress=out.print, **wanted
     )
     out.print(f"Study {made.name} is made in {made.paths.root}. `overnight run {arguments.study}` starts the search.")
@@ -105,7 +106,9 @@ def _study_to_run(name: str | None) -> tuple[Study, bool]:
         out.print(f"Going on with the demo study in {folder_of(DEMO)} instead of starting over.")
         return study.load(DEMO), True
     out.print("Making the demo study: a small model on the text of this machine's own Python library.")
-    return study.create_demo(progress=out.print), True
+    from harness import setup  # the encoder, which only a new study needs
+
+    return setup.create_demo(progress=out.print), True
 
 
 def _agent(arguments: argparse.Namespace, study: Study) -> Agent:
@@ -250,11 +253,12 @@ def replay(arguments: argparse.Namespace) -> int:
     made = study.load(chosen(arguments.study).root)
     budget = _full_budget(arguments, made)
     with screen(out, made.paths, Limits(), plain=False) as view:
-        result = replayed(made, budget, view, cold=arguments.cold)
+        result = replayed(made, budget, view, ablate=arguments.ablate, cold=arguments.cold)
     out.print(_reproduced(result.reproduction), soft_wrap=True)
     if not result.reproduction.agrees:
         raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
-    for line in _full(result.full, made.metric) if result.full else ():
+    lines = _ablated(result.ablation, made.metric) if result.ablation is not None else []
+    for line in lines + (_full(result.full, made.metric) if result.full else []):
         out.print(line, soft_wrap=True)
     return 0
 
@@ -283,6 +287,16 @@ def _reproduced(result: Reproduction) -> str:
     )
 
 
+def _ablated(steps: tuple[Step, ...], metric: str) -> list[str]:
+    from harness.report import words
+
+    lines = [f"The best config without each of its steps, in {metric} (positive: the step still helps):"]
+    for step in steps:
+        knobs = ", ".join(f"{words.short(knob)} back to {words.value(value)}" for knob, value in step.back.items())
+        lines.append(f"  {words.node(step.node)}{f' ({knobs})' if knobs else ''}: {words.without(step)}")
+    return lines
+
+
 def _full(result: FullRun, metric: str) -> list[str]:
     best, base = result.best, result.baseline
     lines = [f"Full run with {result.budget}, node {result.node} beside the baseline, in {metric}:"]
@@ -297,17 +311,18 @@ def _full(result: FullRun, metric: str) -> list[str]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check everything that the study promises."""
+    """Check everything that the study promises; exit code 1 unless all of it, the tool included, is as it was."""
     from harness import study
     from harness.verify import verify as verified
 
     findings = verified(study.load(chosen(arguments.study).root))
     if arguments.json:
-        put([{"what": found.what, "ok": found.ok, "text": found.text} for found in findings])
+        put([{"what": found.what, "ok": found.ok, "state": found.state, "text": found.text} for found in findings])
     else:
         out = console()
         for found in findings:
-            out.print(f"{'ok    ' if found.ok else 'FAILED'}  {found.what}: {found.text}", soft_wrap=True)
+            label = found.state if found.ok else found.state.upper()
+            out.print(f"{label:7}  {found.what}: {found.text}", soft_wrap=True)
     return 0 if all(found.ok for found in findings) else CheckFailed.exit_code
 
 

@@ -15,10 +15,10 @@ from itertools import zip_longest
 
 from frozen.tokens import EncodedSplit
 from harness import evidence, invariants
-from harness.paths import ReplayPaths
+from harness.fullrun import FULL_RUN_REPLICATE
 from harness.queries import Reader
-from harness.replay import FULL_RUN_REPLICATE
 from harness.study import Study
+from harness.upgrade import TOOL_CHANGED, is_truthful
 
 Check = Callable[[Study, sqlite3.Connection], Iterator[str]]
 CARD = "README.md"
@@ -40,7 +40,7 @@ def _all(study: Study, folders: Collection[int], connection: sqlite3.Connection)
     if found and invariants.damage(connection):
         return found  # its rows are not what the checks below take them for
     found += evidence.contradicted(connection)
-    for check in (_study, _seeds, _orders, _baseline, _scored, _full_runs):
+    for check in (_study, _seeds, _orders, _baseline, _scored, _full_runs, _tools):
         found += check(study, connection)
     return [*found, *_folders(connection, folders)]
 
@@ -142,14 +142,22 @@ def _full_runs(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
         if not drivers:
             yield f"trial {row['id']} has the role {row['role']}, but no event says that a search began"
     for row in connection.execute(
-        "SELECT id, budget, config_digest, (SELECT count(*) FROM events"
+        "SELECT id, budget, config_digest, seal, (SELECT count(*) FROM events"
         " WHERE kind = 'holdout_score' AND json_extract(data, '$.trial') = trials.id) AS looks"
         " FROM trials WHERE state = 'scored' AND role = 'final' AND replicate = ? ORDER BY id",
         (FULL_RUN_REPLICATE,),
     ):
-        folder = study.paths.replay / f"{row['budget']}-best-{row['config_digest'][:12]}"
-        if (ReplayPaths(folder).model / CARD).exists() and not row["looks"]:
-            yield f"trial {row['id']} has a model card in {folder.name}, but no event has its score on the holdout"
+        other_seal = None if row["seal"] == study.seal.digest else row["seal"]
+        paths = study.paths.full_run("best", row["budget"], row["config_digest"], other_seal)
+        if (paths.model / CARD).exists() and not row["looks"]:
+            yield f"trial {row['id']} has a model card in {paths.root.name}, but no event has its score on the holdout"
+
+
+def _tools(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that the seal of every other tool is that of the study's question under the files that its event lists."""
+    for row in connection.execute("SELECT id, data FROM events WHERE kind = ? ORDER BY id", (TOOL_CHANGED,)):
+        if not is_truthful(study.seal.manifest, json.loads(row["data"] or "{}")):
+            yield f"event {row['id']} speaks of another tool, but its files and versions do not give the seal it names"
 
 
 def _folders(connection: sqlite3.Connection, folders: Collection[int]) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from harness.ablation import ablation
 from harness.config import flatten
 from harness.fullrun import FullRun
 from harness.queries import Reader
 from harness.records import BASELINE
+from harness.report import words
 from harness.study import Study
+from harness.upgrade import TOOL_CHANGED
 
 
 def model_card(study: Study, reader: Reader, run: FullRun) -> str:
@@ -37,14 +40,31 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         "## Lineage",
         "",
     ]
-    for standing in reader.best_lineage():
+    chain, budget = reader.best_lineage(), str(study.budget)
+    taken_out = {step.node: step for step in ablation(chain, reader.trials(), reader.noise(), budget) or ()}
+    for standing in chain:
         changes = ", ".join(f"`{name}` = {value}" for name, value in standing.diff.items()) or "the baseline"
         score = f"{standing.score:.4f}" if standing.score is not None else "not scored"
         lines.append(f"- node {standing.node}: {changes} (mean {score} over {len(standing.scores)} seeds)")
+        if standing.node in taken_out:
+            lines.append(f"  - without it: {words.without(taken_out[standing.node])}")
     lines += ["", "## Config", "", "| knob | value |", "| --- | --- |"]
     lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
-    lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", ""]
+    lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", "", *other_tool(reader, best.trial)]
     return "\n".join(lines)
+
+
+def other_tool(reader: Reader, trial: int) -> list[str]:
+    """Return what a reader must know of a trial that another tool ran than the search; nothing if it was the same."""
+    sealed, seal = reader.study().seal, reader.trial(trial).seal
+    if seal == sealed:
+        return []
+    event = next(event for event in reader.events(TOOL_CHANGED) if event.data["seal"] == seal)
+    return [
+        f"The search ran under `{sealed}`, this full run by another tool. {event.text}. Scores of the two are compared",
+        "nowhere but in the reproduction above: that it agrees is the proof that this tool gives the search's numbers.",
+        "",
+    ]
 
 
 def reproductions(reader: Reader, node: int) -> list[str]:

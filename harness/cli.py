@@ -185,6 +185,7 @@ def _other_commands(commands: _Commands) -> None:
     budget.add_argument("--seconds", metavar="N", help="train the best lineage and the baseline for N seconds each")
     budget.add_argument("--tokens", metavar="N", help="… for N tokens (2000000, 2M)")
     budget.add_argument("--epochs", type=_positive, metavar="N", help="… for N passes over the training split")
+    command.add_argument("--ablate", action="store_true", help="also take out every kept change in turn")
     command.add_argument("--cold", action="store_true", help="a fresh interpreter for every job")
     command = _add(commands, "verify", "harness.acting:verify", "check seal, ledger and best checkpoint, re-scored")
     _study(command)

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.ablation import Step
+from harness.records import Role, Trial
+
+FULL_RUN_REPLICATE = 1_000
+"""Replicate number of full runs: a seed that no search reaches, the same after a restart. Reproductions follow it."""
+
+
+def is_full_run(trial: Trial) -> bool:
+    """Tell a full run from what else a replay runs."""
+    return trial.role is Role.FINAL and trial.replicate == FULL_RUN_REPLICATE
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reproduction:
@@ -53,5 +64,7 @@ class Replayed:
     """What a replay came to."""
 
     reproduction: Reproduction
+    ablation: tuple[Step, ...] | None
+    """None unless it was asked for."""
     full: FullRun | None
     """None unless a budget was given."""

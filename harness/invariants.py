@@ -10,8 +10,9 @@ import contextlib
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+from harness.ablation import without
 from harness.config import TrialConfig, Value, apply, difference, unflatten
 from harness.errors import OvernightError
 from harness.migrations import migrate
@@ -164,7 +165,9 @@ def _proposal(connection: sqlite3.Connection, row: sqlite3.Row) -> Iterator[str]
         yield f"the diff {row['diff']} of proposal {row['number']} cannot be applied to node {row['parent']}: {error}"
         return
     trials = connection.execute(
-        "SELECT id, role, state, replicate, config_digest FROM trials WHERE proposal = ? ORDER BY id", (row["number"],)
+        "SELECT id, role, state, replicate, config_digest FROM trials"
+        " WHERE proposal = ? AND role <> 'final' ORDER BY id",
+        (row["number"],),
     ).fetchall()
     grown = [t["id"] for t in trials if t["state"] == "out_of_memory" and t["config_digest"] == asked.digest]
     if asked != config and not (grown and _is_repair(asked, config)):
@@ -183,6 +186,35 @@ def _proposal(connection: sqlite3.Connection, row: sqlite3.Row) -> Iterator[str]
         role = "screen" if trial["config_digest"] == asked.digest else "repair"
         if screens and trial["role"] != role:
             yield f"trial {trial['id']} has the role {trial['role']}, but its config makes it a {role}"
+
+
+def _finals(connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that replays ran what the lineage holds: a node's config, or that of a later node without its step."""
+    nodes = {row["node"]: row for row in connection.execute("SELECT node, parent, config, config_digest FROM lineage")}
+    allowed = {node: {row["config_digest"]} for node, row in nodes.items()}
+    for row in connection.execute("SELECT id, proposal, config_digest FROM trials WHERE role = 'final' ORDER BY id"):
+        node = row["proposal"]
+        if node not in nodes or row["config_digest"] in allowed[node]:
+            continue  # other checks speak of what is not in the lineage, and of the baseline
+        allowed[node].update(_without(node, nodes))
+        if row["config_digest"] not in allowed[node]:
+            yield (
+                f"trial {row['id']} has the role final, but its config is neither that of node {node} nor that of a"
+                " later one with its step taken out"
+            )
+
+
+def _without(node: int, nodes: Mapping[int, sqlite3.Row]) -> Iterator[str]:
+    """Yield the digest of every later config with the step of ``node`` taken out."""
+    for tip in nodes:
+        chain = [tip]
+        while (parent := nodes[chain[0]]["parent"]) in nodes and parent not in chain:
+            chain.insert(0, parent)
+        configs = [config for name in chain if (config := _config(nodes[name]["config"])) is not None]
+        if node in chain[1:] and len(configs) == len(chain):
+            config = without(configs, chain.index(node))
+            if config is not None:
+                yield config.digest
 
 
 def _is_repair(asked: TrialConfig, config: TrialConfig) -> bool:
@@ -220,10 +252,16 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     _configs,
     _scores,
     _diffs,
+    _finals,
     _sentences("SELECT 'the ledger has ' || count(*) || ' studies instead of one' FROM study HAVING count(*) <> 1"),
     _sentences(
         "SELECT 'trial ' || id || ' ran under another seal than the study''s' FROM trials"
-        " WHERE seal <> (SELECT seal FROM study)"
+        " WHERE seal <> (SELECT seal FROM study) AND role <> 'final'"
+    ),
+    _sentences(
+        "SELECT 'trial ' || id || ' ran under a seal that neither the study nor an event names' FROM trials t"
+        " WHERE role = 'final' AND seal <> (SELECT seal FROM study) AND NOT EXISTS (SELECT 1 FROM events e"
+        " WHERE e.kind = 'tool_changed' AND json_extract(e.data, '$.seal') = t.seal)"
     ),
     _sentences(
         "SELECT 'trial ' || id || ' ran with the budget ' || budget || ', not the study''s' FROM trials"

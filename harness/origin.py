@@ -22,6 +22,9 @@ class Commit(NamedTuple):
     digest: str
     dirty: bool
 
+    def __str__(self) -> str:
+        return self.digest + (" with local changes" if self.dirty else "")
+
 
 def versions() -> dict[str, str]:
     """Return the versions of everything that shapes a result; what is not installed is left out."""

@@ -27,6 +27,7 @@ from harness.records import (
     Noise,
     Past,
     ProposalState,
+    Role,
     Standing,
     Trial,
     TrialState,
@@ -48,6 +49,8 @@ from harness.rows import (
 )
 
 BUSY_SECONDS = 30.0
+SEARCHED = f"role <> '{Role.FINAL.value}'"
+"""Which trials are the search's: what a replay runs, perhaps under another budget, decides nothing and is no lesson."""
 
 
 class Reader:
@@ -175,9 +178,9 @@ class Reader:
         return self._past("state = ?", ProposalState.RUNNING.value, curves=True)
 
     def known_configs(self) -> dict[str, int]:
-        """Return the digest of every config that was ever started, with its proposal's number (0: the baseline's)."""
+        """Return the digest of every config that a search started, with its proposal's number (0: the baseline's)."""
         rows = self._rows(
-            "SELECT config_digest, coalesce(proposal, ?) AS owner FROM trials"
+            f"SELECT config_digest, coalesce(proposal, ?) AS owner FROM trials WHERE {SEARCHED}"
             " UNION SELECT config_digest, number FROM proposals WHERE config_digest IS NOT NULL"
             " UNION SELECT config_digest, node FROM lineage ORDER BY owner DESC",
             BASELINE,
@@ -189,7 +192,7 @@ class Reader:
             rows = self._rows(f"SELECT * FROM proposals WHERE {where} ORDER BY number", *values)
             chosen = f"proposal IN (SELECT number FROM proposals WHERE {where})"
             trials: dict[int | None, list[Trial]] = defaultdict(list)
-            for trial in self._trials(chosen, *values, curves=curves):
+            for trial in self._trials(f"{chosen} AND {SEARCHED}", *values, curves=curves):
                 trials[trial.proposal].append(trial)
             verdicts: dict[int, Verdict] = {
                 row["proposal"]: verdict_value(row)
@@ -302,7 +305,7 @@ class Reader:
                 device_memory_bytes=device_memory_bytes,
                 program=program,
                 insights=self.insights(),
-                baseline_trials=self._trials("proposal IS NULL", curves=True),
+                baseline_trials=self._trials(f"proposal IS NULL AND {SEARCHED}", curves=True),
             )
 
     def invariants(self) -> list[str]:

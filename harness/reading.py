@@ -101,13 +101,15 @@ def show(arguments: argparse.Namespace) -> int:
     with Reader(paths.ledger) as reader:
         if what[:1] in "pP" and what[1:].isdigit():
             past = reader.proposal(_number(what[1:]))
+            taken_out = summary.ablated(summary.gather(reader, driver_lives=driver_lives(paths))).get(past.number)
             if arguments.json:
-                put(documents.proposal(past) | {"trials": [documents.trial(trial) for trial in past.trials]})
+                trials = {"trials": [documents.trial(trial) for trial in past.trials]}
+                put(documents.proposal(past) | documents.without(taken_out) | trials)
                 return 0
             from harness.report import table
 
             nodes = {standing.node: standing.config for standing in reader.lineage()}
-            _print(table.proposal(past, None if past.parent is None else nodes.get(past.parent)))
+            _print(table.proposal(past, None if past.parent is None else nodes.get(past.parent), taken_out))
             return 0
         trial = _trial(reader, what)
     if arguments.json:

@@ -109,6 +109,7 @@ class Role(StrEnum):
     REPAIR = "repair"
     """A config that ran out of memory, with half the per-device batch and twice the accumulation."""
     FINAL = "final"
+    """Of a replay: a reproduction, a full run, or the best config with a step of its lineage taken out."""
 
 
 class TrialState(StrEnum):
@@ -332,6 +333,7 @@ class Past:
     """Resolved config; None if it never became one."""
     verdict: Verdict | None
     trials: tuple[Trial, ...]
+    """Those of the search; what a replay ran of it is not among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,15 @@
 """The winner as a full run, and the proof that it is one.
 
 First `reproduce`: the incumbent's config with a seed that the search never used, at the search's own budget; it must
-land within the noise. Then `full_run`: the baseline and the incumbent trained under a larger budget of the owner's.
+land within the noise. On request `ablate`: the same with every kept step taken out in turn. Then `full_run`: the
+baseline and the incumbent trained under a larger budget of the owner's.
 Schedules are functions of budget progress, so they are derived anew and not stretched. Both are scored on val and,
 once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The full run writes
 checkpoints at the probe points and goes on from the newest one after ``kill -9``. A winner that does not reproduce is
 not trained further.
+
+After an upgrade of the tool a study can still be replayed. What differs is an event, rows carry the seal of what ran,
+and only a reproduction by the new tool counts: it is the proof that the new tool gives the old numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from types import FrameType
 from typing import Literal
 
@@ -24,29 +28,41 @@ from scipy import stats
 from frozen.timer import Budget
 from frozen.tokens import EncodedSplit
 from harness import checkpoints
+from harness.ablation import Step, ablation, steps
 from harness.card import model_card
+from harness.config import TrialConfig
 from harness.errors import CheckFailed, WrongUse
-from harness.files import link_tree, write_whole
-from harness.fullrun import FullRun, FullScores, Replayed, Reproduction
+from harness.files import write_whole
+from harness.finals import SECONDS_PER_DAY, FinalRunner
+from harness.fullrun import FULL_RUN_REPLICATE, FullRun, FullScores, Replayed, Reproduction, is_full_run
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.locks import device_lock, driver_lock
-from harness.orders import score_order, train_order
+from harness.orders import score_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
-from harness.records import BASELINE, CurvePoint, Failed, Role, Scored, Standing, Trained, Trial, TrialState
+from harness.records import (
+    BASELINE,
+    FAILURES,
+    Failed,
+    Role,
+    Scored,
+    Standing,
+    Trained,
+    Trial,
+    TrialState,
+)
 from harness.recovery import recover
-from harness.rows import Ending
 from harness.study import Study
+from harness.upgrade import Tool, tool_of
 from harness.view import View
 
-FULL_RUN_REPLICATE = 1_000
-"""Replicate number of full runs: a seed that no search reaches, the same after a restart. Reproductions follow it."""
+ABLATION_REPLICATES = 3
+"""Fresh seeds on which the best config runs with and without each step, as many as the baseline had."""
 CHECKPOINT_COPIES = 8
 """Sizes of the weights that a full run needs on the disk: two checkpoints with the optimizer's moments, two models."""
 AGREEMENT = 0.99
 """Two-sided confidence at which a reproduction is said to differ."""
-SECONDS_PER_DAY = 86_400.0
 REPRODUCED = "reproduced"
 """Kind of the event that a reproduction leaves."""
 CARD = "README.md"
@@ -57,12 +73,16 @@ Who = Literal["best", "baseline"]
 class Replay:
     """Runs replays of one study; a context that owns the study like a search does."""
 
-    def __init__(self, study: Study, ledger: Ledger, reader: Reader, launcher: Launcher, view: View) -> None:
+    def __init__(
+        self, study: Study, tool: Tool, ledger: Ledger, reader: Reader, launcher: Launcher, view: View
+    ) -> None:
         self.study = study
+        self.tool = tool
         self.ledger = ledger
         self.reader = reader
         self.launcher = launcher
         self.view = view
+        self.finals = FinalRunner(study, tool, ledger, reader, launcher, view)
 
     # --- reproduce ---
 
@@ -79,7 +99,8 @@ class Replay:
         replicate = max([FULL_RUN_REPLICATE, *(trial.replicate for trial in self.reader.trials())]) + 1
         paths = ReplayPaths(self.study.paths.replay / "reproduce")
         shutil.rmtree(paths.root, ignore_errors=True)
-        trial = self._trial(incumbent, self.study.budget, replicate, paths, resumable=False)
+        trial = self.finals.run(incumbent.config, incumbent.node, self.study.budget, replicate, paths, resumable=False)
+        _must_be_scored(trial, paths)
         assert trial.score is not None
         quantile = float(stats.t.ppf((1 + AGREEMENT) / 2, noise.degrees_of_freedom))
         found = Reproduction(
@@ -89,17 +110,23 @@ class Replay:
             tolerance=quantile * noise.standard_deviation * math.sqrt(1 + 1 / len(incumbent.scores)),
         )
         text = f"node {incumbent.node} {'reproduces' if found.agrees else 'does NOT reproduce'}: {found}"
+        if self.tool.upgrade is not None:
+            text += f" ({self.tool.upgrade.versions})"
         self.ledger.event(REPRODUCED, text, {"node": incumbent.node, "agrees": found.agrees} | asdict(found))
         self.view.say(text[0].upper() + text[1:] + ".")
         shutil.rmtree(paths.root)
         return found
 
     def reproduced(self) -> Reproduction:
-        """Return the newest reproduction of the incumbent that agreed, or run one; `CheckFailed` if it does not."""
+        """Return the newest agreeing reproduction of the incumbent by this tool, or run one.
+
+        `CheckFailed`: it does not agree.
+        """
         node = self._incumbent().node
         names = [field.name for field in fields(Reproduction)]
         for event in reversed(self.reader.events(REPRODUCED)):
-            if event.data["node"] == node and event.data["agrees"]:
+            ours = self.reader.trial(event.data["trial"]).seal == self.tool.seal
+            if ours and event.data["node"] == node and event.data["agrees"]:
                 return Reproduction(**{name: event.data[name] for name in names})
         found = self.reproduce()
         if not found.agrees:
@@ -109,12 +136,60 @@ class Replay:
             )
         return found
 
+    # --- ablate ---
+
+    def ablate(self) -> tuple[Step, ...]:
+        """Run the best config without each step of its lineage, on the seeds of its reproductions.
+
+        A failing run is a result: the step is what keeps training alive. Rows that are there are not run again.
+        """
+        chain = self.reader.best_lineage()
+        if len(chain) < 2:
+            raise WrongUse(f"study {self.study.name} has kept no change yet, so there is no step to take out")
+        self.reproduced()
+        while len(self._shared_replicates()) < ABLATION_REPLICATES:
+            self.reproduce()
+        for step in steps(chain):
+            if step.without is None:
+                continue
+            done = self._replayed(step.without, unscored=FAILURES)
+            for replicate in self._shared_replicates():
+                if replicate not in done:
+                    self._without(step.node, step.without, replicate)
+        found = ablation(chain, self.reader.trials(), self.reader.noise(), str(self.study.budget))
+        return found or steps(chain)
+
+    def _shared_replicates(self) -> list[int]:
+        """Return the incumbent's replicates that its steps are taken out on: the oldest, the same after a restart."""
+        return sorted(self._replayed(self._incumbent().config) - {FULL_RUN_REPLICATE})[:ABLATION_REPLICATES]
+
+    def _replayed(self, config: TrialConfig, unscored: Collection[TrialState] = ()) -> set[int]:
+        """Return the replicates that this tool has run of a config at the search's budget, on the machine as it is."""
+        wanted = (config, Role.FINAL, str(self.study.budget), self.tool.seal, self.reader.epoch())
+        return {
+            trial.replicate
+            for trial in self.reader.trials()
+            if (trial.config, trial.role, trial.budget, trial.seal, trial.epoch) == wanted
+            and (trial.score is not None or trial.state in unscored)
+        }
+
+    def _without(self, node: int, config: TrialConfig, replicate: int) -> None:
+        paths = ReplayPaths(self.study.paths.replay / f"without-{node}")
+        shutil.rmtree(paths.root, ignore_errors=True)
+        checkpoints.make_room(self.study.paths, self._running(), 2 * self.study.bytes_of(config))
+        self.view.say(f"The best config without node {node}:")
+        trial = self.finals.run(config, node, self.study.budget, replicate, paths, resumable=False)
+        if trial.score is not None:
+            shutil.rmtree(paths.root)
+
     # --- full run ---
 
     def full_run(self, budget: Budget) -> FullRun:
         """Train baseline and incumbent under ``budget``; go on where an earlier call with the same budget stopped."""
         incumbent, baseline = self._incumbent(), self.reader.baseline()
         assert baseline is not None
+        self._refuse_other_tools("best", incumbent, budget)
+        self._refuse_other_tools("baseline", baseline, budget)
         self._make_room(incumbent, baseline)
         best = self._full_scores("best", incumbent, budget)
         base = best if incumbent.node == BASELINE else self._full_scores("baseline", baseline, budget)
@@ -136,12 +211,25 @@ class Replay:
             if trial is not None:
                 raise CheckFailed(f"trial {trial.id} was scored but its model is gone from {paths.model}")
             self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}.")
-            trial = self._trial(standing, budget, FULL_RUN_REPLICATE, paths, resumable=True)
+            trial = self.finals.run(standing.config, standing.node, budget, FULL_RUN_REPLICATE, paths, resumable=True)
+            _must_be_scored(trial, paths)
         assert trial.score is not None
         self._check_model(trial, paths)
         shutil.rmtree(paths.train, ignore_errors=True)  # left by a death between closing the row and cleaning up
         holdout = self._holdout(trial, paths)
         return FullScores(trial=trial.id, val=trial.score, val_perplexity=trial.perplexity, holdout=holdout)
+
+    def _refuse_other_tools(self, who: Who, standing: Standing, budget: Budget) -> None:
+        """Refuse what another tool has trained to its end: one config, seed and budget has one score.
+
+        Beside a baseline of another tool a difference would mean nothing.
+        """
+        trial = self._finished(standing, budget)
+        if trial is not None and trial.seal != self.tool.seal:
+            raise WrongUse(
+                f"the {who} was trained for {budget} before the tool changed (trial {trial.id}, in"
+                f" {self._paths(who, standing, budget, trial.seal).model}): give another budget to train with this one"
+            )
 
     def _check_model(self, trial: Trial, paths: ReplayPaths) -> None:
         """Refuse a model folder whose files are not those that the trial's score belongs to; its card may change."""
@@ -156,6 +244,7 @@ class Replay:
         looks = sum(event.data["trial"] == trial.id for event in self.reader.events("holdout_look")) + 1
         self.ledger.event("holdout_look", f"trial {trial.id} looks at the holdout", {"trial": trial.id, "look": looks})
         job = score_order(self.study, trial.config, weights=paths.model, split="holdout")
+        self.finals.check_tool()
         scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
         if not isinstance(scored, Scored):
             raise CheckFailed(f"the holdout could not be scored: {_reason(scored)}; see {paths.log}")
@@ -165,85 +254,16 @@ class Replay:
         )
         return score
 
-    # --- one trial ---
-
-    def _trial(
-        self,
-        standing: Standing,
-        budget: Budget,
-        replicate: int,
-        paths: ReplayPaths,
-        *,
-        resumable: bool,
-    ) -> Trial:
-        """Seal, row, training, scoring, row; like a search's trial, in the replay's own folder."""
-        seal = self.study.seal.verify(thorough=True)
-        seed = self.study.seed_of(replicate)
-        number = self.ledger.begin(
-            proposal=standing.node or None,
-            role=Role.FINAL,
-            config=standing.config,
-            seed=seed,
-            replicate=replicate,
-            epoch=self.reader.epoch(),
-            budget=str(budget),
-            seal=seal,
-            device=self.study.device,
-            sandbox=self.launcher.sandbox_tier,
-        )
-        paths.train.mkdir(parents=True, exist_ok=True)
-        self.view.trial_began(self.reader.trial(number))
-        try:
-            ending = self._run(standing, seed, budget, paths, number, resumable=resumable)
-        except KeyboardInterrupt:
-            stopped = Failed(state=TrialState.INTERRUPTED, error_class="Interrupted", error_text="ended by the owner")
-            self.ledger.close_trial(number, Ending.of_failed(stopped))
-            raise
-        self.ledger.close_trial(number, ending)
-        trial = self.reader.trial(number)
-        self.view.trial_ended(trial)
-        if trial.score is None:
-            raise CheckFailed(f"trial {number} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
-        shutil.rmtree(paths.train)  # only now: until the row is closed a restart goes on from the checkpoints in it
-        return trial
-
-    def _run(
-        self, standing: Standing, seed: int, budget: Budget, paths: ReplayPaths, number: int, *, resumable: bool
-    ) -> Ending:
-        """Train and score."""
-        points: list[CurvePoint] = []
-
-        def on_point(point: CurvePoint) -> None:
-            points.append(point)
-            self.view.point(number, point)
-
-        job = train_order(
-            self.study, standing.config, seed=seed, budget=budget, folder=paths.train, resumable=resumable
-        )
-        trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
-        return replace(self._score(standing, paths, trained), curve=tuple(points))
-
-    def _score(self, standing: Standing, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
-        if isinstance(trained, Failed):
-            return Ending.of_failed(trained)
-        assert isinstance(trained, Trained)
-        shutil.rmtree(paths.model, ignore_errors=True)
-        link_tree(paths.train / "model", paths.model)
-        digest = checkpoints.digest_of(paths.model)
-        job = score_order(self.study, standing.config, weights=paths.model, split="val")
-        scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
-        if isinstance(scored, Failed):
-            return Ending.of_failed(scored, trained=trained)
-        assert isinstance(scored, Scored)
-        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
+    # --- where and what ---
 
     def _make_room(self, *standings: Standing) -> None:
         """See to it that models and checkpoints fit: weights, and two moments of the optimizer beside them, twice."""
-        running = {trial.id for past in self.reader.running() for trial in past.trials}
         need = sum(CHECKPOINT_COPIES * self.study.bytes_of(standing.config) for standing in standings)
-        checkpoints.make_room(self.study.paths, running, need)
+        checkpoints.make_room(self.study.paths, self._running(), need)
 
-    # --- where and what ---
+    def _running(self) -> set[int]:
+        """Return the trials whose weights the search may still publish."""
+        return {trial.id for past in self.reader.running() for trial in past.trials}
 
     def _incumbent(self) -> Standing:
         incumbent = self.reader.incumbent()
@@ -251,21 +271,26 @@ class Replay:
             raise WrongUse(f"study {self.study.name} has no baseline yet: `overnight run` it first")
         return incumbent
 
-    def _paths(self, who: Who, standing: Standing, budget: Budget) -> ReplayPaths:
-        return ReplayPaths(self.study.paths.replay / f"{budget}-{who}-{standing.config.digest[:12]}")
+    def _paths(self, who: Who, standing: Standing, budget: Budget, seal: str | None = None) -> ReplayPaths:
+        seal = seal or self.tool.seal
+        other_seal = None if seal == self.study.seal.digest else seal
+        return self.study.paths.full_run(who, str(budget), standing.config.digest, other_seal)
 
     def _finished(self, standing: Standing, budget: Budget) -> Trial | None:
         for trial in self.reader.trials():
             same = trial.config == standing.config and trial.budget == str(budget)
-            if same and trial.replicate == FULL_RUN_REPLICATE and trial.score is not None:
+            if same and is_full_run(trial) and trial.score is not None:
                 return trial
         return None
 
 
-def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = False) -> Replayed:
-    """Reproduce the incumbent; with a budget, train it as a full run then. The driver's lock is held throughout.
+def replay(study: Study, budget: Budget | None, view: View, *, ablate: bool = False, cold: bool = False) -> Replayed:
+    """Reproduce the incumbent; then, if asked, take out its steps in turn, and train it as a full run under ``budget``.
 
-    `CheckFailed`: the winner does not reproduce, or a run failed. `StoppedEarly`: the disk is too full.
+    The driver's lock is held throughout.
+
+    `CheckFailed`: the winner does not reproduce, or a run failed. `SealBroken`: something sealed has changed that no
+    upgrade of the tool explains. `StoppedEarly`: the disk is too full.
     """
     with (
         driver_lock(study.paths),
@@ -274,12 +299,19 @@ def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = Fals
         Ledger.open(study.paths.ledger) as ledger,
         Reader(study.paths.ledger) as reader,
     ):
+        tool = tool_of(study.seal, thorough=True)
+        if tool.upgrade is not None:
+            view.say(f"Not the tool that searched: {tool.upgrade}. Scores are compared within one tool only.")
         recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
         with Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher:
-            runner = Replay(study, ledger, reader, launcher, view)
-            if budget is None:
-                return Replayed(reproduction=runner.reproduce(), full=None)
-            return Replayed(reproduction=runner.reproduced(), full=runner.full_run(budget))
+            runner = Replay(study, tool, ledger, reader, launcher, view)
+            if budget is None and not ablate:
+                return Replayed(reproduction=runner.reproduce(), ablation=None, full=None)
+            return Replayed(
+                reproduction=runner.reproduced(),
+                ablation=runner.ablate() if ablate else None,
+                full=runner.full_run(budget) if budget is not None else None,
+            )
 
 
 def budget_of_epochs(study: Study, epochs: float) -> Budget:
@@ -304,6 +336,11 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _must_be_scored(trial: Trial, paths: ReplayPaths) -> None:
+    if trial.score is None:
+        raise CheckFailed(f"trial {trial.id} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
 
 
 def _reason(failed: Trained | Scored | Failed) -> str:

@@ -2,8 +2,10 @@
 
 Two scores can be compared only if the same code measured them on the same data under the same rules. The manifest
 ``seal.json`` holds a SHA-256 for each of these things, and its root digest is written on every row of the ledger, so
-that neither a changed file nor a rewritten manifest goes unseen. Times and modes of files are no evidence (they can be
-forged): bytes are. A file is hashed again unless the kernel says that it is untouched since this process hashed it.
+that neither a changed file nor a rewritten manifest goes unseen. What is sealed is a question (data, tokenizer, rules)
+and the tool that answers it (code, package versions); `harness.upgrade` tells a new tool from a damaged one. Times and
+modes of files are no evidence (they can be forged): bytes are. A file is hashed again unless the kernel says that it is
+untouched since this process hashed it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -44,7 +46,9 @@ LINK = "is a symbolic link"
 RACY_NS = 2_000_000_000
 """A file modified this shortly before it was hashed could change again within the same tick of its clock."""
 
-Part = Literal["code", "versions", "data", "settings"]
+Part = Literal["imports", "code", "versions", "data", "settings"]
+"""``imports`` is what would be imported in the place of the sealed code, and has no entries of its own."""
+ADDED, CHANGED, MISSING = "was added", "has changed", "is missing"
 Digest = Callable[[Path], str]
 
 
@@ -80,17 +84,36 @@ class Manifest(Record):
         return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def tool_version() -> str:
+    """Return the installed version of overnight."""
+    return importlib.metadata.version("overnight")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the installed versions of `PACKAGES`; what is not installed is left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """Where our packages lie, and where ``frozen`` was really imported from: a folder of that name could shadow it."""
 
     root: Path = field(default_factory=lambda: Path(str(harness.__file__)).parent.parent)
     imported: Path = field(default_factory=lambda: Path(str(frozen.__file__)).parent)
+    tool: Callable[[], str] = tool_version
+    """Asked anew each time, like the versions: an installer may run beside a search."""
+    versions: Callable[[], dict[str, str]] = package_versions
 
     def shadow(self) -> Iterator[Change]:
         """Yield a change if ``frozen`` is not the package beside ``harness``."""
         if self.imported.resolve() != (self.root / "frozen").resolve():
-            yield Change("code", "frozen", f"was imported from {self.imported}, not from {self.root / 'frozen'}")
+            yield Change("imports", "frozen", f"was imported from {self.imported}, not from {self.root / 'frozen'}")
 
     def files(self) -> dict[str, Path]:
         """Return everything that lies where sealed code lies, by name relative to the root; bytecode caches apart."""
@@ -124,7 +147,7 @@ class Code:
         if not _exists(cache):
             return
         if cache.is_symlink() or not cache.is_dir():
-            yield Change("code", self._name(cache), "is not a folder")
+            yield Change("imports", self._name(cache), "is not a folder")
             return
         for path in sorted(cache.iterdir()):
             if sources == self.root / "harness" and path.name.partition(".")[0] not in stems:
@@ -141,7 +164,7 @@ class Code:
             except FileNotFoundError:
                 continue  # replaced by another process at this moment; it is looked at again before the next trial
             if what:
-                yield Change("code", self._name(path), what)
+                yield Change("imports", self._name(path), what)
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
@@ -173,21 +196,6 @@ def _settings(paths: StudyPaths) -> dict[str, str]:
     elif paths.policy_toml.is_file():
         found["policy.toml"] = hashlib.sha256(paths.policy_toml.read_bytes()).hexdigest()
     return found
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def tool_version() -> str:
-    """Return the installed version of overnight."""
-    return importlib.metadata.version("overnight")
 
 
 class _Hasher:
@@ -223,11 +231,14 @@ class _Hasher:
 class Seal:
     """The seal of one study. Keep one object per driver: it remembers what it hashed."""
 
-    def __init__(self, paths: StudyPaths, manifest: Manifest, recorded: str | None, code: Code) -> None:
+    def __init__(
+        self, paths: StudyPaths, manifest: Manifest, code: Code, recorded: str | None, recorded_tool: str | None
+    ) -> None:
         self._paths = paths
         self._manifest = manifest
-        self._recorded = recorded
         self._code = code
+        self._recorded = recorded
+        self._recorded_tool = recorded_tool
         self._hasher = _Hasher()
 
     @classmethod
@@ -253,22 +264,26 @@ class Seal:
         settings = _settings(paths)
         faults += [Change("settings", name, LINK) for name, digest in settings.items() if digest == LINK]
         if faults:
-            raise SealBroken(f"the study cannot be sealed: {_sentence(faults)}")
+            raise SealBroken(f"the study cannot be sealed: {sentence(faults)}")
         manifest = Manifest(
-            tool=tool_version(),
+            tool=code.tool(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             code=parts["code"],
             data=parts["data"],
-            versions=_versions(),
+            versions=code.versions(),
             settings=settings,
         )
         document = manifest.model_dump() | {"root": manifest.root}
         write_whole(paths.seal_json, json.dumps(document, indent=1, sort_keys=True) + "\n")
-        return cls(paths, manifest, manifest.root, code)
+        return cls(paths, manifest, code, manifest.root, manifest.tool)
 
     @classmethod
-    def load(cls, paths: StudyPaths, *, recorded: str | None, code: Code | None = None) -> Seal:
+    def load(
+        cls, paths: StudyPaths, *, recorded: str | None, recorded_tool: str | None = None, code: Code | None = None
+    ) -> Seal:
         """Read the manifest of a study. ``recorded`` is the root that the ledger holds (None: not known).
+
+        ``recorded_tool`` is the version of overnight that the ledger holds: the root does not cover the manifest's.
 
         `BadInput` if a newer version wrote it, `SealBroken` if it cannot be read or contradicts its own root.
         """
@@ -287,7 +302,7 @@ class Seal:
             raise SealBroken(f"{paths.seal_json} is not a seal: {explain(error)}") from error
         if root != manifest.root:
             raise SealBroken(f"{paths.seal_json} has changed: its entries do not give its own root digest")
-        return cls(paths, manifest, recorded, code or Code())
+        return cls(paths, manifest, code or Code(), recorded, recorded_tool)
 
     @property
     def digest(self) -> str:
@@ -299,6 +314,11 @@ class Seal:
         """What was sealed."""
         return self._manifest
 
+    @property
+    def code(self) -> Code:
+        """The tool as it is installed now."""
+        return self._code
+
     def verify(self, *, thorough: bool = False) -> str:
         """Return the root digest, or raise `SealBroken` with every file that changed, is missing or was added.
 
@@ -306,25 +326,40 @@ class Seal:
         """
         found = self.changes(thorough=thorough)
         if found:
-            raise SealBroken(
-                f"the seal of {self._paths.name} is broken: {_sentence(found)}. Scores from before and after cannot be"
-                " compared: put back what was sealed, or go on with what was found in a new study:"
-                f" `overnight init NEW --from {self._paths.name}`"
-            )
+            raise self.broken(found)
         return self.digest
+
+    def broken(self, changes: list[Change]) -> SealBroken:
+        """Return the error that names what changed, and the way on."""
+        before, now = self._manifest.tool, self._code.tool()
+        tools = f" (overnight {before} sealed it, this is overnight {now})" if before != now else ""
+        return SealBroken(
+            f"the seal of {self._paths.name} is broken: {sentence(changes)}{tools}. Scores from before and after cannot"
+            " be compared: put back what was sealed, or go on with what was found in a new study:"
+            f" `overnight init NEW --from {self._paths.name}`"
+        )
+
+    def under_this_tool(self) -> Manifest:
+        """Return the manifest of the same question under code and versions as they are now."""
+        hashed = {name: self._hasher.digest(path, thorough=False) for name, path in self._code.files().items()}
+        now = {"tool": self._code.tool(), "code": hashed, "versions": self._code.versions()}
+        return self._manifest.model_copy(update=now)
 
     def changes(self, *, thorough: bool = False) -> list[Change]:
         """Return everything that is not as it was sealed, in order of parts and names."""
         found = [*self._code.shadow(), *self._code.bytecode_faults(self._paths.bytecode)]
         if self._recorded is not None and self._recorded != self.digest:
             found.append(Change("settings", "seal.json", "is not the one that the ledger recorded"))
+        if self._recorded_tool not in (None, self._manifest.tool):
+            what = f"names overnight {self._manifest.tool}, but the ledger recorded {self._recorded_tool}"
+            found.append(Change("settings", "seal.json", what))
 
         def digest(path: Path) -> str:
             return self._hasher.digest(path, thorough=thorough)
 
         found += _compare("code", self._manifest.code, self._code.files(), digest)
         found += _compare("data", self._manifest.data, _below(self._paths.root / "data", self._paths.root), digest)
-        found += _compare_values("versions", self._manifest.versions, _versions())
+        found += _compare_values("versions", self._manifest.versions, self._code.versions())
         found += _compare_values("settings", self._manifest.settings, _settings(self._paths))
         return found
 
@@ -332,11 +367,11 @@ class Seal:
 def _compare(part: Part, sealed: dict[str, str], present: dict[str, Path], digest: Digest) -> Iterator[Change]:
     for name in sorted(sealed.keys() | present.keys()):
         if name not in present:
-            yield Change(part, name, "is missing")
+            yield Change(part, name, MISSING)
         elif present[name].is_symlink():
             yield Change(part, name, LINK)
         elif name not in sealed:
-            yield Change(part, name, "was added")
+            yield Change(part, name, ADDED)
         else:
             try:
                 same = digest(present[name]) == sealed[name]
@@ -344,22 +379,23 @@ def _compare(part: Part, sealed: dict[str, str], present: dict[str, Path], diges
                 yield Change(part, name, f"cannot be read ({error.strerror or error})")
                 continue
             if not same:
-                yield Change(part, name, "has changed")
+                yield Change(part, name, CHANGED)
 
 
 def _compare_values(part: Part, sealed: dict[str, str], present: dict[str, str]) -> Iterator[Change]:
     for name in sorted(sealed.keys() | present.keys()):
         if name not in present:
-            yield Change(part, name, "is missing")
+            yield Change(part, name, MISSING)
         elif present[name] == LINK:
             yield Change(part, name, LINK)
         elif name not in sealed:
-            yield Change(part, name, "was added")
+            yield Change(part, name, ADDED)
         elif present[name] != sealed[name]:
-            change = f"is {present[name]}, not {sealed[name]}" if part == "versions" else "has changed"
+            change = f"is {present[name]}, not {sealed[name]}" if part == "versions" else CHANGED
             yield Change(part, name, change)
 
 
-def _sentence(changes: list[Change], most: int = 12) -> str:
+def sentence(changes: Sequence[Change], most: int = 12) -> str:
+    """Name the first ``most`` changes, and how many there are besides."""
     text = "; ".join(map(str, changes[:most]))
     return f"{text}; and {len(changes) - most} more" if len(changes) > most else text

@@ -1,7 +1,8 @@
-"""How a study comes to be: what `study.create` does, kept apart because it needs numpy and the encoder.
+"""How a study comes to be: what `overnight init` does, apart from `harness.study` because it needs the encoder.
 
 The order is by cost: what a person can have mistyped is checked before a byte of data is read. The folder is built
-under a hidden name beside its place and renamed at the end.
+under a hidden name beside its place and renamed when it is complete, so that bad input, a full disk or ``kill -9``
+leaves no half study.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from harness import disk, files, origin
 from harness.config import TrialConfig, Value
 from harness.errors import BadInput
 from harness.ledger import Ledger
-from harness.paths import DEMO, StudyPaths, cache_folder
+from harness.paths import DEMO, RUNS, StudyPaths, cache_folder, folder_of
 from harness.policy import Policy, find_policy, find_program, packaged_prices
 from harness.rows import StudyRow
 from harness.seal import Seal
@@ -55,7 +56,7 @@ DEMO_VOCABULARY = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What `study.create` was asked for, unchecked."""
+    """What `create` was asked for, unchecked."""
 
     root: Path
     runs: Path
@@ -80,7 +81,43 @@ class Checked:
     """Size of the sources on the disk."""
 
 
-def create(request: Request, say: Say) -> Study:
+def create(
+    name_or_path: str | Path,
+    *,
+    policy: str,
+    data: Sequence[str | Path],
+    budget: str,
+    task: str = "pretrain",
+    model: str = "fresh",
+    runs: Path = RUNS,
+    baseline: Mapping[str, Value] | None = None,
+    vocabulary: int | None = None,
+    evaluation: Evaluation | None = None,
+    seed: int = 0,
+    progress: Say = lambda text: None,
+) -> Study:
+    """Make a study: check the request, prepare and seal the data, publish the folder whole.
+
+    ``data`` holds paths or ``NAME=PATH``; ``vocabulary`` and ``evaluation`` are derived from the amount of text if
+    absent. `BadInput`, `UnknownKnob` or `BadValue`: something in the request cannot be used, and nothing was made.
+    """
+    request = Request(
+        root=folder_of(name_or_path, runs),
+        runs=runs,
+        policy=policy,
+        data=tuple(os.fspath(source) for source in data),
+        budget=budget,
+        task=task,
+        model=model,
+        baseline=dict(baseline or {}),
+        vocabulary=vocabulary,
+        evaluation=evaluation,
+        seed=seed,
+    )
+    return _made(request, progress)
+
+
+def _made(request: Request, say: Say) -> Study:
     """Make the study, or raise `BadInput` and leave nothing behind."""
     checked = check(request)
     with _tidy(cache_folder(request.runs), request.runs, request.root.parent), _said(request.root):
@@ -88,22 +125,18 @@ def create(request: Request, say: Say) -> Study:
         return _publish(request, checked, prepared, say)
 
 
-def create_demo(runs: Path, say: Say) -> Study:
-    """Make the demo study; see `study.create_demo`."""
-    request = Request(
-        root=runs / DEMO,
-        runs=runs,
+def create_demo(runs: Path = RUNS, progress: Say = lambda text: None) -> Study:
+    """Make the demo study on the text of this interpreter's own standard library: no download, no key."""
+    return create(
+        DEMO,
         policy="demo",
-        data=(f"stdlib={demo_text(runs)}",),
+        data=[f"stdlib={demo_text(runs)}"],
         budget=DEMO_BUDGET,
-        task="pretrain",
-        model="fresh",
-        baseline={},
+        runs=runs,
         vocabulary=DEMO_VOCABULARY,
         evaluation=DEMO_EVALUATION,
-        seed=0,
+        progress=progress,
     )
-    return create(request, say)
 
 
 def demo_text(runs: Path, library: Path | None = None) -> Path:

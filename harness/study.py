@@ -1,26 +1,21 @@
-"""A study: one folder, one sealed question. `create` makes it, `load` reads it back.
-
-`create` is what `overnight init` does. It checks everything that can be checked before it reads the data, builds the
-folder aside and renames it when it is complete, so that bad input, a full disk or ``kill -9`` leaves no half study.
-"""
+"""A study: one folder, one sealed question. `harness.setup` makes it, `load` reads it back."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from frozen.timer import Budget
 from harness import origin
-from harness.config import TrialConfig, Value
+from harness.config import TrialConfig
 from harness.jobs.job import EvalSettings
-from harness.paths import RUNS, StudyPaths, find, folder_of
+from harness.paths import RUNS, StudyPaths, find
 from harness.policy import FLOPS_PER_PARAMETER_AND_TOKEN, Policy
 from harness.queries import Reader
 from harness.seal import Seal
-from harness.studyfile import Evaluation, StudyFile
+from harness.studyfile import StudyFile
 
 METRICS = {"pretrain": "bits_per_byte"}
 BYTES_PER_PARAMETER = 4
@@ -103,9 +98,9 @@ def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:
     """
     paths = find(name_or_path, runs)
     with Reader(paths.ledger) as reader:  # first: it tells a study of a newer version
-        recorded = reader.study().seal
+        row = reader.study()
     file = StudyFile.read(paths.study_toml)
-    return build(paths, file, Seal.load(paths, recorded=recorded))
+    return build(paths, file, Seal.load(paths, recorded=row.seal, recorded_tool=row.versions.get("overnight")))
 
 
 def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
@@ -122,48 +117,3 @@ def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
         device=origin.device() if file.run.device == "auto" else file.run.device,
         threads=file.run.threads or origin.threads(),
     )
-
-
-def create(
-    name_or_path: str | Path,
-    *,
-    policy: str,
-    data: Sequence[str | Path],
-    budget: str,
-    task: str = "pretrain",
-    model: str = "fresh",
-    runs: Path = RUNS,
-    baseline: Mapping[str, Value] | None = None,
-    vocabulary: int | None = None,
-    evaluation: Evaluation | None = None,
-    seed: int = 0,
-    progress: Callable[[str], None] | None = None,
-) -> Study:
-    """Make a study: check the request, prepare and seal the data, publish the folder whole.
-
-    ``data`` holds paths or ``NAME=PATH``; ``vocabulary`` and ``evaluation`` are derived from the amount of text if
-    absent. `BadInput`, `UnknownKnob` or `BadValue`: something in the request cannot be used, and nothing was made.
-    """
-    from harness import setup  # encoding needs numpy and MinHash: who only reads a study must not wait for them
-
-    request = setup.Request(
-        root=folder_of(name_or_path, runs),
-        runs=runs,
-        policy=policy,
-        data=tuple(os.fspath(source) for source in data),
-        budget=budget,
-        task=task,
-        model=model,
-        baseline=dict(baseline or {}),
-        vocabulary=vocabulary,
-        evaluation=evaluation,
-        seed=seed,
-    )
-    return setup.create(request, progress or (lambda text: None))
-
-
-def create_demo(runs: Path = RUNS, progress: Callable[[str], None] | None = None) -> Study:
-    """Make the demo study on the text of this interpreter's own standard library: no download, no key."""
-    from harness import setup
-
-    return setup.create_demo(runs, progress or (lambda text: None))

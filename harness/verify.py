@@ -1,5 +1,8 @@
 """Is the study still what its ledger says? Everything sealed is hashed again, and the best checkpoint scored again.
 
+After an upgrade of the tool everything but the tool is held against the seal, and the best checkpoint is scored by the
+new one. That is never plain ``ok``: what differs is named as ``changed``, apart from what ``failed``.
+
 What is found are values, not exceptions: one damaged thing must not hide the next. Works beside a running search: it
 reads the ledger, and writes nothing into the study.
 """
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from harness import checkpoints
+from harness import checkpoints, origin
 from harness.audit import audit
 from harness.errors import CheckFailed
 from harness.jobs.job import ScoreJob
@@ -23,10 +26,13 @@ from harness.paths import StudyPaths
 from harness.queries import Reader
 from harness.records import Failed, Scored, Standing, Trained
 from harness.study import Study, slowest_seconds
+from harness.upgrade import Inspection, Upgrade, inspect
 
 TOLERANCE = 1e-6
 """Largest difference, in the study's metric, between a recorded score and the same weights scored again."""
 What = Literal["seal", "ledger", "checkpoint", "score"]
+State = Literal["ok", "changed", "failed"]
+"""``changed``: it is the tool's doing, which was upgraded since the study was sealed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +40,13 @@ class Finding:
     """One thing that was looked at, in a sentence."""
 
     what: What
-    ok: bool
+    state: State
     text: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is as it was."""
+        return self.state == "ok"
 
 
 class Scorer(Protocol):
@@ -51,41 +62,60 @@ def verify(study: Study, *, scorer: Scorer | None = None) -> list[Finding]:
 
     ``scorer`` runs the scoring job; absent, a launcher of its own is started. `StudyLocked`: the GPU is in use.
     """
-    findings = list(seal_findings(study))
+    found = inspect(study.seal, thorough=True)
+    findings = list(seal_findings(study, found))
     with Reader(study.paths.ledger) as reader:
         findings += ledger_findings(study, reader)
         findings += checkpoint_findings(study.paths, reader.checkpoints())
         incumbent = reader.incumbent()
         if incumbent is None or incumbent.trial is None:
-            findings.append(Finding(what="score", ok=True, text="nothing is scored yet"))
-        elif not all(finding.ok for finding in findings):
+            findings.append(Finding(what="score", state="ok", text="nothing is scored yet"))
+        elif any(finding.state == "failed" for finding in findings):
             text = "the best checkpoint is not scored again: with what is broken above, the number would mean nothing"
-            findings.append(Finding(what="score", ok=False, text=text))
+            findings.append(Finding(what="score", state="failed", text=text))
         else:
-            findings.append(_rescored(study, reader, incumbent, scorer))
+            findings.append(_rescored(study, reader, incumbent, scorer, found.upgrade))
     return findings
 
 
-def seal_findings(study: Study) -> Iterator[Finding]:
-    """Hash everything sealed; one finding per change, or one that all is as it was."""
-    changes = study.seal.changes(thorough=True)
-    for change in changes:
-        yield Finding(what="seal", ok=False, text=str(change))
-    if not changes:
-        sealed = study.seal.manifest
-        count = len(sealed.code) + len(sealed.data)
-        yield Finding(
-            what="seal", ok=True, text=f"{count} files, versions and rules are as sealed ({study.seal.digest[:16]})"
-        )
+def seal_findings(study: Study, found: Inspection) -> Iterator[Finding]:
+    """Say what is as it was sealed; one finding per change."""
+    sealed, digest = study.seal.manifest, study.seal.digest[:16]
+    for change in found.faults:
+        yield Finding(what="seal", state="failed", text=str(change))
+    if sealed.tool == study.seal.code.tool() and any(change.part == "code" for change in found.faults):
+        yield Finding(what="seal", state="failed", text=_not_upgraded(study))
+    if found.upgrade is not None:
+        yield Finding(what="seal", state="changed", text=found.upgrade.versions)
+        for change in found.upgrade.changes:
+            yield Finding(what="seal", state="changed", text=str(change))
+    if not found.faults and found.upgrade is None:
+        text = f"{len(sealed.code) + len(sealed.data)} files, versions and rules are as sealed ({digest})"
+        yield Finding(what="seal", state="ok", text=text)
+    elif not found.faults:
+        text = f"{len(sealed.data)} files of data and all rules are as sealed ({digest}): only the tool is another"
+        yield Finding(what="seal", state="ok", text=text)
+
+
+def _not_upgraded(study: Study) -> str:
+    """Say why no upgrade explains changed code, and, where the study was sealed from a checkout, what that is now."""
+    with Reader(study.paths.ledger) as reader:
+        row = reader.study()
+    now = origin.commit()
+    text = f"no upgrade explains changed code: this is overnight {study.seal.manifest.tool}, as when it was sealed"
+    if row.git_commit is None or now is None:
+        return text
+    before = origin.Commit(row.git_commit, bool(row.git_dirty))
+    return f"{text} (then commit {before}, now {now})"
 
 
 def ledger_findings(study: Study, reader: Reader) -> Iterator[Finding]:
     """Check the ledger in itself and against its study; one finding per contradiction, or one that there is none."""
     broken = audit(study, reader)
     for sentence in broken:
-        yield Finding(what="ledger", ok=False, text=sentence)
+        yield Finding(what="ledger", state="failed", text=sentence)
     if not broken:
-        yield Finding(what="ledger", ok=True, text="the ledger contradicts neither itself nor its study")
+        yield Finding(what="ledger", state="ok", text="the ledger contradicts neither itself nor its study")
 
 
 def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator[Finding]:
@@ -95,16 +125,18 @@ def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator
         try:
             checkpoints.check(folder, digest)
         except CheckFailed as error:
-            yield Finding(what="checkpoint", ok=False, text=str(error))
+            yield Finding(what="checkpoint", state="failed", text=str(error))
         except OSError as error:
             yield Finding(
-                what="checkpoint", ok=False, text=f"{error.filename or folder} cannot be read: {error.strerror}"
+                what="checkpoint", state="failed", text=f"{error.filename or folder} cannot be read: {error.strerror}"
             )
         else:
-            yield Finding(what="checkpoint", ok=True, text=f"the checkpoint of node {node} is as published")
+            yield Finding(what="checkpoint", state="ok", text=f"the checkpoint of node {node} is as published")
 
 
-def _rescored(study: Study, reader: Reader, incumbent: Standing, scorer: Scorer | None) -> Finding:
+def _rescored(
+    study: Study, reader: Reader, incumbent: Standing, scorer: Scorer | None, upgrade: Upgrade | None
+) -> Finding:
     assert incumbent.trial is not None
     trial = reader.trial(incumbent.trial)
     digest = reader.checkpoints()[incumbent.node]
@@ -116,15 +148,24 @@ def _rescored(study: Study, reader: Reader, incumbent: Standing, scorer: Scorer 
         reason = (
             f"{scored.state.value}, {scored.error_text}" if isinstance(scored, Failed) else "it was trained instead"
         )
-        return Finding(what="score", ok=False, text=f"the best checkpoint cannot be scored: {reason}")
+        return Finding(what="score", state="failed", text=f"the best checkpoint cannot be scored: {reason}")
     score = scored.nats / (math.log(2) * scored.bytes)
     assert trial.score is not None
-    ok = abs(score - trial.score) <= TOLERANCE
+    same = abs(score - trial.score) <= TOLERANCE
     text = (
         f"the best checkpoint (node {incumbent.node}, trial {trial.id}) scores {score:.8f} again;"
         f" the ledger has {trial.score:.8f}"
     )
-    return Finding(what="score", ok=ok, text=text)
+    if upgrade is None:
+        return Finding(what="score", state="ok" if same else "failed", text=text)
+    if same:
+        return Finding(what="score", state="ok", text=f"{text}: this tool measures it as the sealed one did")
+    return Finding(
+        what="score",
+        state="changed",
+        text=f"{text}: the checkpoint and the data are as recorded, so the tool scores differently now, and its scores"
+        " cannot be compared with the ledger's",
+    )
 
 
 def _score(study: Study, job: ScoreJob, scorer: Scorer | None) -> Trained | Scored | Failed:

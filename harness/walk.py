@@ -116,12 +116,14 @@ def failed_replicates(trials: Sequence[Trial]) -> set[int]:
 
 
 def consecutive_failures(trials: Sequence[Trial]) -> int:
-    """Return how many trials in a row failed at the end of the study, repairs and canaries put aside.
+    """Return how many trials in a row failed at the end of the search, repairs and canaries put aside.
 
-    Trials that ended with their driver say nothing and are passed over.
+    Trials that ended with their driver say nothing and are passed over, and so are those of a replay.
     """
     count = 0
     for trial in reversed(trials):
+        if trial.role is Role.FINAL:
+            continue
         if trial.state in FAILURES:
             count += 1
         elif trial.state is TrialState.SCORED:

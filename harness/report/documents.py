@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.ablation import Step
 from harness.config import Value, difference, flatten
 from harness.errors import BadInput
 from harness.records import CurvePoint, Past, Standing, Trial
 from harness.report import words
-from harness.report.summary import Facts, level
+from harness.report.summary import Facts, ablated, level
 
 
 def ledger(facts: Facts) -> list[dict[str, Any]]:
@@ -70,7 +71,22 @@ def trial(found: Trial) -> dict[str, Any]:
 def lineage(facts: Facts) -> list[dict[str, Any]]:
     """Return the chain from the baseline to the incumbent, each step with its diff and how it was proven."""
     by_number = {past.number: past for past in facts.past}
-    return [_step(facts, standing, by_number.get(standing.node)) for standing in facts.best_lineage]
+    taken_out = ablated(facts)
+    return [
+        _step(facts, standing, by_number.get(standing.node)) | without(taken_out.get(standing.node))
+        for standing in facts.best_lineage
+    ]
+
+
+def without(step: Step | None) -> dict[str, Any]:
+    """Return what the best config loses without a step; all None if it was not taken out."""
+    return {
+        "loss_without": None if step is None else step.loss,
+        "loss_without_standard_error": None if step is None else step.standard_error,
+        "loss_without_pairs": None if step is None else step.pairs,
+        "loss_without_proven": None if step is None or not (step.pairs or step.failed) else step.is_proven,
+        "failed_without": None if step is None else step.failed,
+    }
 
 
 def _step(facts: Facts, standing: Standing, past: Past | None) -> dict[str, Any]:

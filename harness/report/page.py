@@ -16,13 +16,25 @@ from html import escape
 from pathlib import Path
 
 from harness.files import write_whole
+from harness.fullrun import is_full_run
 from harness.limits import driver_seconds
 from harness.paths import StudyPaths
 from harness.queries import Reader
-from harness.records import FAILURES, Past, Role, Trial, TrialState
+from harness.records import FAILURES, Past, Trial, TrialState
 from harness.report import plot, sources, words
-from harness.report.summary import Facts, Level, gather, improvement, kept, level, state, stop_reason, utilization
-from harness.report.table import headline, total_changes
+from harness.report.summary import (
+    Facts,
+    Level,
+    ablated,
+    gather,
+    improvement,
+    kept,
+    level,
+    state,
+    stop_reason,
+    utilization,
+)
+from harness.report.table import WITHOUT_NOTE, headline, total_changes
 from harness.report.unproven import provable, unproven
 
 REPAINT = """
@@ -174,7 +186,7 @@ def _level_tile(name: str, found: Level | None, metric: str) -> str:
 def _lineage(facts: Facts) -> str:
     if not kept(facts):
         return "<p>Nothing: no change was proven better than the baseline, which stays the config to use.</p>"
-    by_number = {past.number: past for past in facts.past}
+    by_number, taken_out = {past.number: past for past in facts.past}, ablated(facts)
     rows = []
     for standing in facts.best_lineage[1:]:
         past, found, parent = by_number[standing.node], level(facts, standing), facts.standing(standing.parent)
@@ -183,18 +195,31 @@ def _lineage(facts: Facts) -> str:
         why = (
             f"{escape(past.proposal.rationale)}<br><span class=soft>{escape(words.sentence(words.reason(past)))}</span>"
         )
+        alone = f'<td class="number">{escape(words.without(taken_out.get(standing.node)))}</td>' if taken_out else ""
         rows.append(
             f'<tr class="kept"><td class="fixed">p{standing.node}</td><td>{_knobs(changes)}</td>'
             f'<td class="number">{escape(_difference(past))}</td><td class="number">{escape(score)}</td>'
-            f"<td>{why}</td></tr>"
+            f"{alone}<td>{why}</td></tr>"
         )
-    head = _head("step", "change", "difference", "score after it", "why, and why it was kept")
-    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+    names = ("step", "change", "difference", "score after it", *(("without it",) if taken_out else ()))
+    head = _head(*names, "why, and why it was kept")
+    note = f'<p class="soft">{escape(words.sentence(WITHOUT_NOTE))}</p>' if taken_out else ""
+    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>{note}'
 
 
 def _head(*names: str) -> str:
     numbers = (
-        *("difference", "score after it", "runs", "proposals", "decided", "kept", "win rate", "turned away"),
+        *(
+            "difference",
+            "score after it",
+            "without it",
+            "runs",
+            "proposals",
+            "decided",
+            "kept",
+            "win rate",
+            "turned away",
+        ),
         *("failed trials", "calls", "failed calls", "cost"),
     )
     cells = (f'<th class="number">{name}</th>' if name in numbers else f"<th>{name}</th>" for name in names)
@@ -284,7 +309,7 @@ def _source_row(row: sources.Source) -> str:
 
 
 NOTABLE = (
-    *("repair", "paused", "drift", "model_trouble", "model_off", "model_back", "calls_lost", "swept"),
+    *("repair", "paused", "drift", "model_trouble", "model_off", "model_back", "calls_lost", "swept", "tool_changed"),
     *("holdout_look", "holdout_score", "unreadable"),
 )
 """Kinds of events that belong into the report."""
@@ -310,7 +335,7 @@ def _config(facts: Facts) -> str:
     table = f"<table>{_head('knob', 'baseline', 'best')}{rows}</table>" if rows else "<p>It is the baseline's.</p>"
     command = escape(f"overnight replay {facts.study.name}                # again, with a fresh seed\n")
     command += escape(f"overnight replay {facts.study.name} --tokens N     # the full run, beside the baseline")
-    finals = [trial for trial in facts.trials if trial.role is Role.FINAL and trial.score is not None]
+    finals = [trial for trial in facts.trials if is_full_run(trial) and trial.score is not None]
     full = _list(
         f"Full run, trial {t.id}: {words.purpose(t)}, budget {t.budget}: {words.ended(t)} on val." for t in finals
     )

@@ -50,7 +50,7 @@ def progress(facts: Facts) -> go.Figure:
     for name, trials in groups.items():
         if trials:
             figure.add_trace(_points(name, trials, high))
-    broken = [trial for trial in facts.trials if trial.state in FAILURES]
+    broken = [trial for trial in facts.trials if trial.state in FAILURES and trial.role is not Role.FINAL]
     if broken:
         figure.add_trace(
             go.Scatter(

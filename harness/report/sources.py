@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.records import FAILURES, Decision, ProposalState
+from harness.records import FAILURES, Decision, ProposalState, Role
 from harness.report.summary import Facts
 
 TURNED_AWAY = frozenset({ProposalState.REFUSED, ProposalState.DUPLICATE, ProposalState.STALE})
@@ -61,7 +61,9 @@ def _source(facts: Facts, source: str, model: str | None) -> Source:
         decided=len(verdicts),
         kept=sum(verdict.decision is Decision.KEPT for verdict in verdicts),
         turned_away=sum(item.state in TURNED_AWAY for item in past),
-        failed_trials=sum(trial.state in FAILURES for item in past for trial in item.trials),
+        failed_trials=sum(
+            trial.state in FAILURES and trial.role is not Role.FINAL for item in past for trial in item.trials
+        ),
         calls=len(calls),
         failed_calls=sum(call.trouble is not None for call in calls),
         tokens=sum(call.tokens for call in calls),

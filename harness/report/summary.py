@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from harness.ablation import Step, ablation
 from harness.limits import driver_seconds
 from harness.queries import Reader
 from harness.records import FAILURES, Noise, Past, ProposalState, Standing, Trial, TrialState
@@ -127,6 +128,14 @@ def improvement(facts: Facts) -> Improvement | None:
         return Improvement(amount=before.score - after.score, standard_error=None)
     error = math.hypot(before.standard_error, after.standard_error)
     return Improvement(amount=before.score - after.score, standard_error=error)
+
+
+def ablated(facts: Facts) -> dict[int, Step]:
+    """Return what each step of the best lineage is still worth, by node; empty if nobody took one out."""
+    if not facts.best_lineage:
+        return {}
+    found = ablation(facts.best_lineage, facts.trials, facts.noise, facts.study.budget)
+    return {step.node: step for step in found or ()}
 
 
 def utilization(facts: Facts) -> float | None:

@@ -8,12 +8,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from harness.ablation import Step
 from harness.config import TrialConfig, flatten
 from harness.records import Past, Standing, Trial, TrialState
 from harness.report import sources, words
 from harness.report.documents import Comparison
-from harness.report.summary import Facts, Level, failed, improvement, kept, level, state, stop_reason, utilization
+from harness.report.summary import (
+    Facts,
+    Level,
+    ablated,
+    failed,
+    improvement,
+    kept,
+    level,
+    state,
+    stop_reason,
+    utilization,
+)
 
+WITHOUT_NOTE = "without it: what the best config loses on fresh shared seeds; positive: the step still helps."
 WIDE = 110
 """Columns from which the ledger has room for reasons."""
 STYLES = {
@@ -148,7 +161,9 @@ def lineage(facts: Facts, width: int) -> RenderableType:
     """Return the chain from the baseline to the incumbent, then the config that it amounts to."""
     if facts.baseline is None or facts.best is None:
         return Text("The baseline has no score yet, so there is no lineage.")
-    columns = ["node", "change", "difference", "score"] + (["why it was kept"] if width >= WIDE else [])
+    taken_out = ablated(facts)
+    columns = ["node", "change", "difference", "score"]
+    columns += (["without it"] if taken_out else []) + (["why it was kept"] if width >= WIDE else [])
     table = _rows(*columns, right=("difference", "score"))
     for name in ("node", "difference", "score"):
         table.columns[columns.index(name)].no_wrap = True
@@ -162,11 +177,14 @@ def lineage(facts: Facts, width: int) -> RenderableType:
             "\n".join(words.change(standing.diff, parent)) or "the owner's config",
             words.NOTHING if past is None else _difference(past),
             words.NOTHING if found is None else words.plus_minus(words.score(found.score), found.standard_error),
-            words.NOTHING if past is None else words.reason(past) or words.NOTHING,
         ]
+        if taken_out:
+            cells.append(words.without(taken_out.get(standing.node)))
+        cells.append(words.NOTHING if past is None else words.reason(past) or words.NOTHING)
         table.add_row(*cells[: len(columns)])
+    note = [Text(WITHOUT_NOTE, style="dim")] if taken_out else []
     return Group(
-        table, "", Text("Together, against the baseline:", style="bold"), Padding(_totals(facts), (0, 0, 0, 2))
+        table, *note, "", Text("Together, against the baseline:", style="bold"), Padding(_totals(facts), (0, 0, 0, 2))
     )
 
 
@@ -241,7 +259,7 @@ def _config(config: TrialConfig) -> Table:
     return table
 
 
-def proposal(past: Past, parent: TrialConfig | None) -> RenderableType:
+def proposal(past: Past, parent: TrialConfig | None, taken_out: Step | None) -> RenderableType:
     """Return one proposal: what, why, what was expected, what became of it, and its trials."""
     said = past.proposal
     table = _pairs()
@@ -258,6 +276,8 @@ def proposal(past: Past, parent: TrialConfig | None) -> RenderableType:
     table.add_row("outcome", Text(words.outcome(past), style=STYLES.get(words.outcome(past), "")))
     table.add_row("difference", _difference(past))
     table.add_row("reason", Text(words.reason(past) or words.NOTHING))
+    if taken_out is not None:
+        table.add_row("without it", Text(words.without(taken_out)))
     if not past.trials:
         return table
     trials = _rows("trial", "role", "replicate", "ended", right=("trial", "replicate"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tomllib
 
+from harness.fullrun import is_full_run
 from harness.noise import smallest_provable
-from harness.records import JudgeRules, Role
+from harness.records import JudgeRules
 from harness.report import words
-from harness.report.summary import Facts, kept
+from harness.report.summary import Facts, ablated, kept
 
 FEW_DEGREES = 10
 """Below this many degrees of freedom the noise itself is known to no better than about a quarter."""
@@ -51,16 +52,32 @@ def _gains(facts: Facts) -> list[str]:
             f"That the {words.count(len(screened), 'proposal')} discarded after screening are worse: one run each,"
             " enough to say that they are not clearly better."
         )
-    if kept(facts) > 1:
-        sentences.append(
-            "That every kept change still matters: each was proven on top of those before it, none was taken out again."
-        )
+    return sentences + _steps(facts)
+
+
+def _steps(facts: Facts) -> list[str]:
+    """Say of which kept changes nobody knows whether the best config still needs them."""
+    taken_out = ablated(facts)
+    if len(facts.best_lineage) > 2 and not taken_out:
+        return [
+            "That every kept change still matters: each was proven on top of those before it, none was taken out again;"
+            f" `overnight replay {facts.study.name} --ablate` does."
+        ]
+    sentences = []
+    weak = [step.node for step in taken_out.values() if step.pairs and not (step.is_proven or step.failed)]
+    if weak:
+        names = ", ".join(words.node(node) for node in weak)
+        sentences.append(f"That {names} still matters: the best config is not worse without it beyond chance.")
+    open_ended = [step.node for step in taken_out.values() if step.back and not (step.pairs or step.failed)]
+    if open_ended:
+        names = ", ".join(words.node(node) for node in open_ended)
+        sentences.append(f"Whether {names} still matters: it was not taken out.")
     return sentences
 
 
 def _reach(facts: Facts) -> list[str]:
     sentences = []
-    finals = [trial for trial in facts.trials if trial.role is Role.FINAL and trial.score is not None]
+    finals = [trial for trial in facts.trials if is_full_run(trial) and trial.score is not None]
     looks = sum(event.kind == "holdout_look" for event in facts.events)
     if kept(facts) and not finals:
         sentences.append(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from harness.ablation import Step
 from harness.config import TrialConfig, Value, flatten
+from harness.fullrun import is_full_run
 from harness.records import BASELINE, AbortIf, Past, ProposalState, Role, Trial, TrialState
 
 if TYPE_CHECKING:
@@ -122,6 +124,19 @@ def failures(past: Past) -> list[str]:
     )
 
 
+def without(step: Step | None) -> str:
+    """Return what the best config loses without a step, and whether that is proven."""
+    if step is None:
+        return NOTHING
+    if step.without is None:
+        return "cannot be taken out alone" if step.back else "turned again by later steps"
+    failures = f"fails without it ({count(step.failed, 'run')})" if step.failed else ""
+    if step.loss is None:
+        return failures or NOTHING
+    said = plus_minus(signed(step.loss), step.standard_error)
+    return ", ".join(part for part in (said, "" if step.is_proven else "not proven", failures) if part)
+
+
 def sentence(text: str | None) -> str:
     """Return a text as a sentence, with a capital and a full stop."""
     text = (text or "").strip()
@@ -168,7 +183,7 @@ def purpose(trial: Trial) -> str:
         case Role.SCREEN:
             return f"{owner}, screening"
         case Role.FINAL:
-            return f"{owner}, full run"
+            return f"{owner}, full run" if is_full_run(trial) else f"{owner}, replayed as replicate {trial.replicate}"
         case _:
             return f"{owner}, {trial.role.value} {trial.replicate}"
 

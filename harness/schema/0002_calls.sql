@@ -55,7 +55,7 @@ SELECT p.source,
     sum(v.decision IS 'kept') AS kept,
     sum(p.state IN ('refused', 'duplicate', 'stale')) AS turned_away,
     (SELECT count(*) FROM trials t JOIN proposals q ON q.number = t.proposal
-        WHERE q.source = p.source AND q.model IS p.model
+        WHERE q.source = p.source AND q.model IS p.model AND t.role <> 'final'
             AND t.state IN ('out_of_memory', 'diverged', 'crashed', 'timed_out', 'invalid')) AS failed_trials,
     (SELECT sum(coalesce(c.billed_tokens, c.most_tokens)) FROM calls c
         WHERE c.provider = p.source AND c.model IS p.model) AS tokens,

@@ -1,6 +1,7 @@
 """Builders of records and study folders for the harness's tests."""
 
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from harness.config import TrialConfig, Value, apply
 from harness.paths import StudyPaths
 from harness.records import Past, Proposal, ProposalState, Role, Trial, TrialState
+from harness.seal import FOLDERS, MODULES, Code
 from tests.samples import BASE
 
 
@@ -60,6 +62,18 @@ def make_past() -> Callable[..., Past]:
         )
 
     return build
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Code:
+    """Return a copy of the sealed packages that a test may damage."""
+    root = tmp_path / "code"
+    ours = Code().root
+    for folder in FOLDERS:
+        shutil.copytree(ours / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for module in MODULES:
+        shutil.copy(ours / module, root / module)
+    return Code(root=root, imported=root / "frozen")
 
 
 @pytest.fixture

@@ -15,18 +15,6 @@ from harness.paths import StudyPaths
 from harness.seal import FOLDERS, MODULES, Code, Seal
 
 
-@pytest.fixture
-def code(tmp_path: Path) -> Code:
-    """Return a copy of the sealed packages that a test may damage."""
-    root = tmp_path / "code"
-    ours = Code().root
-    for folder in FOLDERS:
-        shutil.copytree(ours / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in MODULES:
-        shutil.copy(ours / module, root / module)
-    return Code(root=root, imported=root / "frozen")
-
-
 def write(relative: str, content: bytes = b"x = 1\n") -> Callable[[Path], object]:
     def damage(root: Path) -> None:
         (root / relative).parent.mkdir(parents=True, exist_ok=True)

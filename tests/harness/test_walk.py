@@ -155,8 +155,9 @@ def test_a_promising_screening_is_confirmed_on_fresh_seeds_until_it_is_kept(
 
 
 def test_failures_in_a_row_are_counted_over_what_says_nothing(make_trial: Callable[..., Trial]) -> None:
-    """Lost and interrupted trials neither add to a row of failures nor break it."""
+    """Lost and interrupted trials neither add to a row of failures nor break it; a replay's failures are its own."""
     failed = TrialState.CRASHED
     trials = [make_trial(), *(make_trial(state=s) for s in (failed, TrialState.LOST, failed, TrialState.INTERRUPTED))]
     assert consecutive_failures(trials) == 2
+    assert consecutive_failures([*trials, make_trial(state=failed, role=Role.FINAL)]) == 2
     assert consecutive_failures([*trials, make_trial()]) == 0

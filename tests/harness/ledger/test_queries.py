@@ -152,6 +152,30 @@ def test_other_budgets_do_not_count(night: Night) -> None:
         assert standing.scores == pytest.approx({0: 2.0})
 
 
+def test_what_a_replay_ran_is_no_result_of_the_search(night: Night) -> None:
+    """Neither a full run nor a config that only a replay tried is shown to proposers, counted, or taken for tried."""
+    night.baseline(2.0)
+    number = night.screened(1.9)
+    night.kept(number, 1.8, 1.81)
+    with night.reader() as reader:
+        known = reader.known_configs()
+        row = dict(reader._rows("SELECT * FROM ledger")[0])
+        board = [dict(row) for row in reader._rows("SELECT * FROM leaderboard")]
+    final = {"role": Role.FINAL, "replicate": 1001}
+    night.run(0.5, night.apply({"optim.learning_rate": 1e-3}), proposal=number, budget="9000000tok", **final)
+    night.run(2.1, night.apply({"optim.beta1": 0.7}), proposal=number, **final)
+    night.run(2.2, proposal=number, **final)
+    night.run(0.4, budget="9000000tok", **final)
+    with night.reader() as reader:
+        history = reader.history(knobs={}, max_changes=2, minimum_steps=20)
+        assert [trial.role for trial in history.past[0].trials] == [Role.SCREEN, Role.REPLICATE, Role.REPLICATE]
+        assert [trial.role for trial in history.baseline_trials] == [Role.BASELINE]
+        assert reader.known_configs() == known
+        assert dict(reader._rows("SELECT * FROM ledger")[0]) == row
+        assert [dict(row) for row in reader._rows("SELECT * FROM leaderboard")] == board
+        assert len(reader.trials()) == 8
+
+
 def test_the_last_kept_is_the_incumbent(night: Night) -> None:
     """The order of keeping, not the number of the proposal, decides who is to be beaten; the chain follows parents."""
     night.baseline(2.0)

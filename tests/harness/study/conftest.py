@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness import checkpoints
-from harness.config import TrialConfig, apply
+from harness.config import TrialConfig, Value, apply
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.judge import Evidence, judge
 from harness.ledger import Ledger
@@ -23,7 +24,7 @@ from harness.policy import find_policy
 from harness.queries import Reader
 from harness.records import CurvePoint, Failed, Proposal, Role, Scored, Trained, Verdict
 from harness.rows import Ending, NewNode, StudyRow
-from harness.seal import Seal
+from harness.seal import Code, Seal, tool_version
 from harness.study import Study, build
 from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
 
@@ -141,12 +142,14 @@ class Night:
         first, *_ = [self.run(base, replicate, Role.BASELINE) for replicate in range(3)]
         self.ledger.seat_baseline(base, first, checkpoints.publish(self.study.paths, first, 0))
 
-    def keep(self, learning_rate: float) -> None:
-        """Propose a learning rate, run it, keep it."""
-        diff = {"optim.learning_rate": learning_rate}
+    def keep(self, learning_rate: float, **more: Value) -> None:
+        """Propose a learning rate, and other knobs of the optimizer that change nothing; run it, keep it."""
+        diff = {f"optim.{name}": value for name, value in ({"learning_rate": learning_rate} | more).items()}
         number = self.ledger.queue(Proposal(diff=diff, source="hand", rationale="faster", watch="loss"))
-        config = apply(self.study.baseline, diff)
-        self.ledger.start(number, 0, config)
+        parent = self.reader.incumbent()
+        assert parent is not None
+        config = apply(parent.config, diff)
+        self.ledger.start(number, parent.node, config)
         self.run(config, 0, Role.SCREEN, number)
         first, *_ = [self.run(config, replicate, Role.REPLICATE, number) for replicate in (1, 2)]
         incumbent, noise = self.reader.incumbent(), self.reader.noise()
@@ -161,6 +164,25 @@ class Night:
         assert isinstance(verdict, Verdict)
         digest = checkpoints.publish(self.study.paths, first, number)
         self.ledger.decide(number, verdict, NewNode(trial=first, checkpoint_digest=digest))
+
+
+@pytest.fixture
+def upgrade(code: Code) -> Callable[[Night], None]:
+    """Return what installs overnight 9.9 with another timer: from then on the night's study runs under it."""
+
+    def install(night: Night, version: str = "9.9") -> None:
+        timer = code.root / "frozen" / "timer.py"
+        timer.write_text(timer.read_text() + "\n# better\n")
+        study = night.study
+        seal = Seal.load(
+            study.paths,
+            recorded=study.seal.digest,
+            recorded_tool=study.seal.manifest.tool,
+            code=dataclasses.replace(code, tool=lambda: version),
+        )
+        night.study = dataclasses.replace(study, seal=seal)
+
+    return install
 
 
 @pytest.fixture
@@ -191,7 +213,7 @@ def night(bare_study: StudyPaths) -> Iterator[Night]:
         budget="200000tok",
         seal=study.seal.digest,
         policy=bare_study.policy_toml.read_text(),
-        versions=study.seal.manifest.versions,
+        versions=study.seal.manifest.versions | {"overnight": tool_version()},
         git_commit=None,
         git_dirty=None,
         device="cpu",

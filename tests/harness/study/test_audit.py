@@ -6,6 +6,7 @@ import contextlib
 import math
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness.records import Decision, Failed, Proposal, Role, TrialState, Verdic
 from harness.replay import Replay
 from harness.rows import Ending
 from harness.study import load
+from harness.upgrade import tool_of
 from harness.verify import verify
 from harness.view import Silent
 
@@ -53,6 +55,8 @@ SQL = {
     "trial 6 has the role final, but full runs are replicates from 1000": "UPDATE trials SET role = 'final'"
     " WHERE id = 6",
     "trial 6 has the role final, but the folder": "UPDATE trials SET role = 'final' WHERE id = 6",
+    "trial 10 has the role final, but its config is neither that of node 1 nor that of a later one": "UPDATE trials"
+    " SET (config, config_digest) = (SELECT config, config_digest FROM proposals WHERE number = 2) WHERE id = 10",
     "trial 10 is scored with the role replicate, but has no folder": "UPDATE trials SET role = 'replicate'"
     " WHERE id = 10",
     "trial 4 has the role repair, but its config makes it a screen": "UPDATE trials SET role = 'repair' WHERE id = 4",
@@ -87,7 +91,9 @@ def study(night: Night) -> Night:
     night.keep(1e-3)
     lose(night, {"optim.beta1": 0.8})
     repaired(night, {"optim.beta2": 0.9})
-    replay = Replay(night.study, night.ledger, night.reader, night.launcher, Silent())
+    replay = Replay(
+        night.study, tool_of(night.study.seal, thorough=True), night.ledger, night.reader, night.launcher, Silent()
+    )
     replay.reproduce()
     replay.full_run(Budget.parse("2Mtok"))
     return night
@@ -163,6 +169,38 @@ def test_verify_reports_them_and_scores_nothing(study: Night) -> None:
         ("score", "the bes"),
     ]
     assert study.launcher.orders == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("DELETE FROM events WHERE kind = 'tool_changed'", "under a seal that neither the study nor an event names"),
+        (
+            "UPDATE trials SET seal = (SELECT seal FROM trials ORDER BY id DESC LIMIT 1) WHERE role = 'screen'",
+            "under another seal than the study's",
+        ),
+        (
+            "UPDATE events SET data = json_set(data, '$.versions.torch', '9') WHERE kind = 'tool_changed'",
+            "its files and versions do not give the seal it names",
+        ),
+        (
+            "UPDATE trials SET seal = printf('%064d', 0) WHERE id = (SELECT max(id) FROM trials);"
+            " UPDATE events SET data = json_set(data, '$.seal', printf('%064d', 0)) WHERE kind = 'tool_changed'",
+            "its files and versions do not give the seal it names",
+        ),
+    ],
+)
+def test_the_seal_of_another_tool_must_be_proven(
+    study: Night, upgrade: Callable[[Night], None], sql: str, said: str
+) -> None:
+    """A replay's row may have a seal of its own only if an event lists the files and versions that give it."""
+    upgrade(study)
+    tool = tool_of(study.study.seal, thorough=True)
+    Replay(study.study, tool, study.ledger, study.reader, study.launcher, Silent()).reproduce()
+    assert audit(study.study, study.reader) == []
+    tamper(study.study.paths.ledger, sql)
+    found = audit(study.study, study.reader)
+    assert any(said in sentence for sentence in found), found
 
 
 def test_a_trial_without_its_folder_is_named(study: Night) -> None:

@@ -13,7 +13,8 @@ from harness.config import flatten
 from harness.errors import BadInput, OvernightError
 from harness.paths import find, folder_of, names
 from harness.queries import Reader
-from harness.study import create, load
+from harness.setup import create
+from harness.study import load
 from harness.studyfile import Evaluation
 
 SMALL = Evaluation(context=32, stride=16, probe_bytes=4_000, val_bytes=8_000, holdout_bytes=8_000)

@@ -19,8 +19,10 @@ from harness.queries import Reader
 from harness.records import CurvePoint, Role, Scored, Trained, TrialState
 from harness.replay import Replay
 from harness.rows import Ending
-from harness.study import Study, create
+from harness.setup import create
+from harness.study import Study
 from harness.studyfile import Evaluation
+from harness.upgrade import tool_of
 from harness.verify import verify
 from harness.view import Silent
 
@@ -74,9 +76,9 @@ def test_the_chain(study: Study, launcher: Launcher) -> None:
         assert [finding.text for finding in verify(study, scorer=launcher) if not finding.ok] == []
 
         with pytest.raises(KeyboardInterrupt):
-            Replay(study, ledger, reader, launcher, Impatient()).full_run(LONG)
+            Replay(study, tool_of(study.seal, thorough=True), ledger, reader, launcher, Impatient()).full_run(LONG)
         assert reader.trials()[-1].state is TrialState.INTERRUPTED
-        resumed = Replay(study, ledger, reader, launcher, Silent()).full_run(LONG)
+        resumed = Replay(study, tool_of(study.seal, thorough=True), ledger, reader, launcher, Silent()).full_run(LONG)
         undisturbed = study.paths.replay / "undisturbed"
         seed = reader.trial(resumed.best.trial).seed
         order = train_order(study, study.baseline, seed=seed, budget=LONG, folder=undisturbed, resumable=True)

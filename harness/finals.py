@@ -1,0 +1,118 @@
+"""Runs one trial of a replay: seal, row, training, scoring, row; like a search's trial, in the replay's own folder."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+from frozen.timer import Budget
+from harness import checkpoints
+from harness.config import TrialConfig
+from harness.errors import SealBroken
+from harness.files import link_tree
+from harness.launch import Launcher
+from harness.ledger import Ledger
+from harness.orders import score_order, train_order
+from harness.paths import ReplayPaths
+from harness.queries import Reader
+from harness.records import CurvePoint, Failed, Role, Scored, Trained, Trial, TrialState
+from harness.rows import Ending
+from harness.study import Study
+from harness.upgrade import TOOL_CHANGED, Tool, tool_of
+from harness.view import View
+
+SECONDS_PER_DAY = 86_400.0
+
+
+class FinalRunner:
+    """Turns a config into a closed row with the role ``final``."""
+
+    def __init__(
+        self, study: Study, tool: Tool, ledger: Ledger, reader: Reader, launcher: Launcher, view: View
+    ) -> None:
+        self.study = study
+        self.tool = tool
+        self.ledger = ledger
+        self.reader = reader
+        self.launcher = launcher
+        self.view = view
+
+    def run(
+        self,
+        config: TrialConfig,
+        node: int,
+        budget: Budget,
+        replicate: int,
+        paths: ReplayPaths,
+        *,
+        resumable: bool,
+    ) -> Trial:
+        """Run to a closed row, scored or not. ``node`` is whose trial it is.
+
+        A trial that is not scored leaves its folder as it is: to go on from, or to look for the reason.
+        """
+        self.check_tool()
+        seed = self.study.seed_of(replicate)
+        number = self.ledger.begin(
+            proposal=node or None,
+            role=Role.FINAL,
+            config=config,
+            seed=seed,
+            replicate=replicate,
+            epoch=self.reader.epoch(),
+            budget=str(budget),
+            seal=self.tool.seal,
+            device=self.study.device,
+            sandbox=self.launcher.sandbox_tier,
+        )
+        paths.train.mkdir(parents=True, exist_ok=True)
+        self.view.trial_began(self.reader.trial(number))
+        try:
+            ending = self._run(config, seed, budget, paths, number, resumable=resumable)
+        except KeyboardInterrupt:
+            stopped = Failed(state=TrialState.INTERRUPTED, error_class="Interrupted", error_text="ended by the owner")
+            self.ledger.close_trial(number, Ending.of_failed(stopped))
+            raise
+        self.ledger.close_trial(number, ending)
+        trial = self.reader.trial(number)
+        self.view.trial_ended(trial)
+        if trial.score is not None:
+            shutil.rmtree(paths.train)  # only now: until the row is closed a restart goes on from the checkpoints in it
+        return trial
+
+    def check_tool(self) -> None:
+        """See to it that what runs is what the rows say, and that an event says what that is."""
+        if tool_of(self.study.seal, thorough=False).seal != self.tool.seal:
+            raise SealBroken("the tool has changed since this replay began: start it again")
+        booked = {event.data["seal"] for event in self.reader.events(TOOL_CHANGED)}
+        if self.tool.upgrade is not None and self.tool.seal not in booked:
+            self.ledger.event(TOOL_CHANGED, str(self.tool.upgrade), self.tool.facts())
+
+    def _run(
+        self, config: TrialConfig, seed: int, budget: Budget, paths: ReplayPaths, number: int, *, resumable: bool
+    ) -> Ending:
+        """Train and score."""
+        points: list[CurvePoint] = []
+
+        def on_point(point: CurvePoint) -> None:
+            points.append(point)
+            self.view.point(number, point)
+
+        job = train_order(self.study, config, seed=seed, budget=budget, folder=paths.train, resumable=resumable)
+        trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
+        return replace(self._score(config, paths, trained), curve=tuple(points))
+
+    def _score(self, config: TrialConfig, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
+        if isinstance(trained, Failed):
+            return Ending.of_failed(trained)
+        assert isinstance(trained, Trained)
+        shutil.rmtree(paths.model, ignore_errors=True)
+        link_tree(paths.train / "model", paths.model)
+        digest = checkpoints.digest_of(paths.model)
+        job = score_order(self.study, config, weights=paths.model, split="val")
+        self.check_tool()
+        scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
+        if isinstance(scored, Failed):
+            return Ending.of_failed(scored, trained=trained)
+        assert isinstance(scored, Scored)
+        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
