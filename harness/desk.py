@@ -8,11 +8,8 @@ from __future__ import annotations
 from harness.files import write_whole
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
-from harness.records import CallBegun, CallEnded
+from harness.records import LONGEST_INSIGHT, CallBegun, CallEnded
 from harness.spending import Caps, Prices
-
-LONGEST_INSIGHT = 500
-"""Characters of a note that a model writes to itself."""
 
 
 class StudyDesk:

@@ -10,7 +10,7 @@ import datetime
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Protocol
 
@@ -20,6 +20,8 @@ from harness.config import Knob, TrialConfig, Value
 
 BASELINE = 0
 """The lineage node that every search starts from; proposals are numbered from 1."""
+LONGEST_INSIGHT = 500
+"""Characters of a note that a model writes to itself, or that somebody from outside adds."""
 
 
 class Record(BaseModel):
@@ -58,11 +60,11 @@ class Proposal(Record):
     diff: dict[str, Value]
     """Knobs to turn, by dotted name. Never the seed, the budget or the evaluation."""
     source: str
-    """Which proposer made it: ``rules``, ``sampler``, ``random``, ``hand``, …"""
+    """Which proposer made it: ``rules``, ``sampler``, ``random``, …; ``human`` or a name of their own for outsiders."""
     rationale: Prose
     watch: Prose
     """What to look at to know whether it works."""
-    parent: int | None = None
+    parent: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Lineage node to branch from; None: the incumbent of the moment it starts."""
     model: str | None = None
     """Model id, if a language model made it."""
@@ -332,6 +334,10 @@ class Past:
     """Resolved config; None if it never became one."""
     verdict: Verdict | None
     trials: tuple[Trial, ...]
+
+    def without_replays(self) -> Past:
+        """Return the same without full runs and reproductions: they have other budgets and belong to the owner."""
+        return replace(self, trials=tuple(trial for trial in self.trials if trial.role is not Role.FINAL))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

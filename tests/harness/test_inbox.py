@@ -18,7 +18,7 @@ VALUES = st.one_of(st.booleans(), st.integers(-(10**6), 10**6), st.floats(-1e6, 
 PROPOSALS = st.builds(
     Proposal,
     diff=st.dictionaries(st.text(string.ascii_lowercase + "._", min_size=1, max_size=12), VALUES, max_size=3),
-    source=st.just("hand"),
+    source=st.just("human"),
     rationale=st.text(max_size=40),
     watch=st.text(max_size=40),
     parent=st.none() | st.integers(0, 99),
@@ -87,7 +87,7 @@ def test_an_inbox_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
     """What a person, a shell or a model wrote cannot restyle what the owner reads, and can always be written down."""
-    proposal = Proposal(diff={}, source="hand", rationale="\x1b[31mred\x07\udcff line\nnext", watch="\x9bm")
+    proposal = Proposal(diff={}, source="human", rationale="\x1b[31mred\x07\udcff line\nnext", watch="\x9bm")
     assert "\x1b" not in proposal.rationale
     assert proposal.rationale.encode("utf-8")
     assert "\x07" not in proposal.rationale

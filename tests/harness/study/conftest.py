@@ -144,7 +144,7 @@ class Night:
     def keep(self, learning_rate: float) -> None:
         """Propose a learning rate, run it, keep it."""
         diff = {"optim.learning_rate": learning_rate}
-        number = self.ledger.queue(Proposal(diff=diff, source="hand", rationale="faster", watch="loss"))
+        number = self.ledger.queue(Proposal(diff=diff, source="human", rationale="faster", watch="loss"))
         config = apply(self.study.baseline, diff)
         self.ledger.start(number, 0, config)
         self.run(config, 0, Role.SCREEN, number)
