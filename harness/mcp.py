@@ -26,7 +26,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 from pydantic import Field
 
-from harness import answers
+from harness import answers, coarse
 from harness.config import Value
 from harness.disk import NOT_WRITABLE
 from harness.errors import BadValue, OvernightError, WrongUse
@@ -97,7 +97,7 @@ class Tools:
         with self._reader() as reader, reader.snapshot():
             facts = summary.gather(reader, driver_lives=lives)
             mark = reader.mark()
-        return answers.status(facts, waiting=len(waiting(self._paths)), mark=mark)
+        return coarse.status(facts, waiting=len(waiting(self._paths)), mark=mark)
 
     @_told()
     def knobs(self) -> answers.Knobs:
@@ -110,7 +110,7 @@ class Tools:
             max_changes=policy.proposals.max_changes,
             minimum_steps=policy.proposals.minimum_steps,
             budget=str(self._study.budget),
-            knobs=[answers.knob(knob, self._study.baseline, best) for knob in policy.knobs.values()],
+            knobs=[coarse.knob(knob, self._study.baseline, best) for knob in policy.knobs.values()],
         )
 
     @_told()
@@ -123,7 +123,7 @@ class Tools:
         with self._reader() as reader, reader.snapshot():
             noise, total = reader.noise(), reader.proposals()
             page = reader.page(newest, offset)
-        return answers.Ledger(total=total, rows=[answers.row(past, noise) for past in page])
+        return answers.Ledger(total=total, rows=[coarse.row(past, noise) for past in page])
 
     @_told()
     def show(
@@ -133,8 +133,8 @@ class Tools:
         with self._reader() as reader, reader.snapshot():
             noise, number = reader.noise(), proposal_number(what)
             if number is not None:
-                return answers.Shown(proposal=answers.proposal(reader.proposal(number), noise))
-            return answers.Shown(trial=answers.trial(named_trial(reader, what), noise))
+                return answers.Shown(proposal=coarse.proposal(reader.proposal(number), noise))
+            return answers.Shown(trial=coarse.trial(named_trial(reader, what), noise))
 
     @_told()
     def briefing(self) -> answers.BriefingAnswer:
@@ -200,7 +200,7 @@ class Tools:
         """List the notes that proposers and agents left for each other, the newest last."""
         with self._reader() as reader:
             found = reader.insights()
-        texts = [answers.quote(text, LONGEST_INSIGHT) or "" for text in found[-NEWEST_INSIGHTS:]]
+        texts = [coarse.quote(text, LONGEST_INSIGHT) or "" for text in found[-NEWEST_INSIGHTS:]]
         return answers.Insights(total=len(found), insights=texts)
 
     @_told()
@@ -239,7 +239,7 @@ class Tools:
         with self._reader() as reader, reader.snapshot():
             total = reader.mark()
             new = reader.endings(max(mark, total - NEWEST_ENDINGS)) if total > mark else ()
-            ended = [answers.end(one, _outcome(reader, one)) for one in new]
+            ended = [coarse.end(one, _outcome(reader, one)) for one in new]
         return answers.News(
             mark=total,
             ended=ended,

@@ -106,6 +106,11 @@ class StudyPaths:
         return self.root / "program.md"
 
     @property
+    def agents_md(self) -> Path:
+        """What a coding agent is told of this folder; under the name by which such agents look for it."""
+        return self.root / "AGENTS.md"
+
+    @property
     def prices_toml(self) -> Path:
         """What language models cost, copied here; may change."""
         return self.root / "prices.toml"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import importlib.resources
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from frozen.corpus import SplitSizes
 from frozen.formats import Source, SourceError, readable_bytes
@@ -262,6 +264,7 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
         file = checked.file.model_copy(update={"study": asked})
         files.write_whole(aside.policy_toml, checked.policy_file.read_text(encoding="utf-8"))
         files.write_whole(aside.program_md, find_program(checked.policy_file).read_text(encoding="utf-8"))
+        files.write_whole(aside.agents_md, guide(root.name))
         files.write_whole(aside.study_toml, file.render())
         for folder in (aside.inbox, aside.trials, aside.lineage):
             folder.mkdir()
@@ -278,6 +281,12 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
     finally:
         shutil.rmtree(aside.root, ignore_errors=True)
     return load(root)
+
+
+def guide(name: str) -> str:
+    """Return what a coding agent is told that comes upon the folder of the study of this name."""
+    text = importlib.resources.files("policies").joinpath("coding_agents.md").read_text(encoding="utf-8")
+    return Template(text).substitute(name=name)
 
 
 def _sweep(root: Path) -> None:
