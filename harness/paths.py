@@ -187,8 +187,13 @@ class StudyPaths:
 
 
 def folder_of(name_or_path: str | Path, runs: Path = RUNS) -> Path:
-    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not."""
-    text = os.fspath(name_or_path)
+    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not.
+
+    A `Path` is a path: it no longer shows whether a person wrote ``./night`` or ``night``.
+    """
+    if isinstance(name_or_path, Path):
+        return name_or_path
+    text = name_or_path
     if not text.strip():
         raise BadInput("a study needs a name")
     return Path(text) if os.sep in text or text in (".", "..") else runs / text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 
@@ -15,9 +16,10 @@ HUMAN = "human"
 _OUTSIDER = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
-def proposer_names() -> list[str]:
-    """Return the names of all installed proposers."""
-    return sorted(point.name for point in importlib.metadata.entry_points(group=GROUP))
+@functools.cache
+def proposer_names() -> tuple[str, ...]:
+    """Return the names of all installed proposers; looked up once, because it reads every package's metadata."""
+    return tuple(sorted(point.name for point in importlib.metadata.entry_points(group=GROUP)))
 
 
 def load_proposer(name: str) -> Proposer:
@@ -36,6 +38,6 @@ def outsider(name: str) -> str:
     """
     if not _OUTSIDER.fullmatch(name):
         raise BadValue(f"{name[:60]!r} cannot be a source: up to 40 letters, digits, dashes and underscores")
-    if name.lower() in (taken := [known.lower() for known in proposer_names()]):
-        raise BadValue(f"{name!r} is the name of a proposer of our own ({', '.join(taken)}): choose another source")
+    if name.lower() in map(str.lower, proposer_names()):
+        raise BadValue(f"{name!r} is the name of a proposer of our own: choose another source")
     return name

@@ -64,8 +64,8 @@ class Proposal(Record):
     rationale: Prose
     watch: Prose
     """What to look at to know whether it works."""
-    parent: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Lineage node to branch from; None: the incumbent of the moment it starts."""
+    parent: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Lineage node to branch from; None: the incumbent of the moment it starts. Within what a ledger can hold."""
     model: str | None = None
     """Model id, if a language model made it."""
     predicted_change: float | None = None
