@@ -10,6 +10,8 @@ comes back within 20 seconds.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sqlite3
 import sys
 import threading
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import FrameType
 from typing import Annotated, Any
 
 import anyio
@@ -49,6 +52,8 @@ NEWEST_ENDINGS = 50
 NEWEST_INSIGHTS = 50
 AGENT = "agent"
 """Source of proposals by an agent that gives no name of its own."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 130
 BRIEFER = "mixed"
 """Proposer whose briefing is shown."""
 INSTRUCTIONS = """\
@@ -327,7 +332,13 @@ def build(study: Study) -> MCPServer[Any]:
 def serve(study: Study) -> None:
     """Serve one client on stdin and stdout until it hangs up. Nothing else may write to stdout meanwhile."""
     if sys.stdin.isatty():
-        sys.stderr.write(
-            f"Serving study {study.name} over stdio; a coding agent starts this command itself. Ctrl-D ends it.\n"
-        )
+        sys.stderr.write(f"Serving study {study.name}; a coding agent starts this command itself. Ctrl-C ends it.\n")
+    for number in SIGNALS:
+        signal.signal(number, _leave)
     build(study).run("stdio")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End at once: a thread that waits for stdin cannot be told to stop, and what we write appears whole or not."""
+    sys.stderr.write(f"overnight: interrupted by {signal.Signals(number).name}\n")
+    os._exit(INTERRUPTED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -497,18 +499,25 @@ def test_calls_may_come_at_once(seated: Night) -> None:
 # --- the process -------------------------------------------------------------------------------------------------
 
 
+CODE = "import sys; from harness.cli import main; sys.exit(main())"
+
+
+def command(night: Night) -> list[str]:
+    """Return the command line of a server of its own."""
+    return [sys.executable, "-c", CODE, "mcp", str(night.study.paths.root)]
+
+
 @pytest.mark.process
 def test_the_official_client_speaks_to_the_command(seated: Night, tmp_path: Path) -> None:
-    """`overnight mcp STUDY` over real pipes: only the protocol on stdout, and it ends when the client hangs up."""
+    """`overnight mcp STUDY` over real pipes, of a study that has ended: everything is told, a proposal is queued."""
     log = tmp_path / "stderr.txt"
-    code = "import sys; from harness.cli import main; sys.exit(main())"
-    server = StdioServerParameters(command=sys.executable, args=["-c", code, "mcp", str(seated.study.paths.root)])
+    program, *words = command(seated)
 
     async def talk() -> dict[str, Any]:
         with log.open("w") as errors:
-            async with Client(stdio_client(server, errlog=errors)) as client:
-                names = {tool.name for tool in (await client.list_tools()).tools}
-                assert names == NAMES
+            server = stdio_client(StdioServerParameters(command=program, args=words), errlog=errors)
+            async with Client(server) as client:
+                assert {tool.name for tool in (await client.list_tools()).tools} == NAMES
                 for name, arguments in everything(seated):
                     assert not (await client.call_tool(name, arguments)).is_error
                 refused = await client.call_tool("show", {"what": "999"})
@@ -519,4 +528,82 @@ def test_the_official_client_speaks_to_the_command(seated: Night, tmp_path: Path
 
     assert anyio.run(talk)["state"] == "queued"
     assert len(inbox.waiting(seated.study.paths)) == 1
-    assert "Traceback" not in log.read_text()
+    assert log.read_text() == ""
+
+
+@pytest.mark.process
+def test_it_serves_beside_a_running_search(seated: Night) -> None:
+    """While a driver owns the study and writes its ledger, a waiting agent hears of it at once."""
+    program, *words = command(seated)
+
+    async def talk() -> list[Any]:
+        server = stdio_client(StdioServerParameters(command=program, args=words))
+        async with Client(server) as client:
+            status = (await client.call_tool("status", {})).structured_content or {}
+            news: list[Any] = []
+            async with anyio.create_task_group() as group:
+
+                async def wait() -> None:
+                    news.append((await client.call_tool("wait", {"mark": status["mark"]})).structured_content)
+
+                group.start_soon(wait)
+                await client.call_tool("insights", {})
+                seated.run(seated.study.baseline, 3, Role.CONTROL)
+            return [status["state"], *news]
+
+    with driver_lock(seated.study.paths):
+        state, news = anyio.run(talk)
+    assert state == "running"
+    assert [end["what"] for end in news["ended"]] == ["7"]
+    assert (news["timed_out"], news["search_runs"]) == (False, True)
+
+
+def spoken(process: subprocess.Popen[bytes], *messages: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    for message in messages:
+        process.stdin.write(json.dumps({"jsonrpc": "2.0"} | message).encode() + b"\n")
+    process.stdin.flush()
+
+
+HELLO: list[dict[str, Any]] = [
+    {
+        "id": 0,
+        "method": "initialize",
+        "params": {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "raw", "version": "1"}},
+    },
+    {"method": "notifications/initialized"},
+]
+
+
+@pytest.mark.process
+def test_nothing_but_the_protocol_is_on_stdout(seated: Night) -> None:
+    """Every line is a message, also when the page is written, an answer is an error, and when the client hangs up."""
+    calls = [("report", {}), ("show", {"what": "999"}), ("propose", {"changes": BETTER, "rationale": HOSTILE[:1900]})]
+    calls += everything(seated)
+    with subprocess.Popen(command(seated), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        spoken(process, *HELLO)
+        lines = [process.stdout.readline()]
+        for number, (name, arguments) in enumerate(calls, start=1):
+            params = {"name": name, "arguments": arguments}
+            spoken(process, {"id": number, "method": "tools/call", "params": params})
+            lines.append(process.stdout.readline())
+        rest, _ = process.communicate()
+        assert process.returncode == 0
+    assert rest == b""
+    assert [json.loads(line)["id"] for line in lines] == list(range(len(calls) + 1))
+    assert seated.study.paths.report_html.exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it(seated: Night, number: signal.Signals) -> None:
+    """One sentence and exit code 130, though a thread of it waits for stdin."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command(seated), **pipes) as process:
+        spoken(process, *HELLO)
+        process.stdout.readline()
+        process.send_signal(number)
+        process.wait()
+        assert process.returncode == 130
+        assert process.stderr.read() == f"overnight: interrupted by {number.name}\n".encode()
