@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from harness.answers import End, KnobAnswer, Node, Point, ProposalAnswer, Row, Status, TrialAnswer
 from harness.config import Diff, Knob, TrialConfig, Value, difference, flatten
 from harness.errors import BadInput
-from harness.records import CurvePoint, Decision, Noise, Past, Role, Standing, Trial
+from harness.records import CurvePoint, Decision, Noise, Past, Role, Standing, Trial, without_control
 from harness.report import summary, words
 from harness.rows import Ended
 
+OPENING, CLOSING = "\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MARK}"
+PLAIN_QUOTES = str.maketrans({OPENING: '"', CLOSING: '"'})
 LONGEST_QUOTE = 300
 """Characters of a text by somebody else."""
 LONGEST_WORD = 80
@@ -30,11 +32,9 @@ def quote(text: str | None, most: int = LONGEST_QUOTE) -> str | None:
     """Return a text by somebody else in one line, cut, between typographic quotes that it cannot close itself."""
     if text is None:
         return None
-    line = " ".join(
-        text.replace("\N{LEFT DOUBLE QUOTATION MARK}", '"').replace("\N{RIGHT DOUBLE QUOTATION MARK}", '"').split()
-    )
+    line = " ".join(without_control(text).translate(PLAIN_QUOTES).split())
     cut = line if len(line) <= most else line[: most - 1] + "…"
-    return f"\N{LEFT DOUBLE QUOTATION MARK}{cut}\N{RIGHT DOUBLE QUOTATION MARK}"
+    return f"{OPENING}{cut}{CLOSING}"
 
 
 def rounded(number: float | None, noise: Noise | None) -> float | None:

@@ -36,12 +36,12 @@ class Record(BaseModel):
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def _without_control(text: str) -> str:
+def without_control(text: str) -> str:
     """Replace what could restyle or overwrite a terminal's text, and halves of characters that no file can hold."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-Prose = Annotated[str, AfterValidator(_without_control)]
+Prose = Annotated[str, AfterValidator(without_control)]
 """Text by a person or a model, shown to people."""
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp_types import CallToolResult, Tool
 
-from harness import coarse, inbox, mcp
+from harness import inbox, mcp
 from harness.inbox import Propose
 from harness.locks import driver_lock
 from harness.owner import Owner
-from harness.records import AbortIf, Failed, Noise, Proposal, Role, Scored, Trial, TrialState
+from harness.records import AbortIf, Failed, Proposal, Role, Scored, TrialState
 from harness.rows import Ending
 from harness.view import Silent
 from tests.harness.study.conftest import POINT, Night, trained
@@ -209,26 +209,6 @@ def test_the_judges_own_sentence_is_not_passed_on(seated: Night) -> None:
         assert reason == "proven better than the incumbent over 2 fresh seeds"
 
 
-def test_a_long_curve_is_thinned_out_and_its_probe_rounded(make_trial: Callable[..., Trial]) -> None:
-    """Twelve points from first to last are enough to see a curve's shape."""
-    curve = tuple(
-        POINT.model_copy(update={"step": step, "probe_bits_per_byte": 3.14159, "train_loss": 4.123456})
-        for step in range(1, 101)
-    )
-    shown = coarse.trial(make_trial(curve=curve), Noise(standard_deviation=0.02, degrees_of_freedom=4)).curve
-    assert [shown[0].step, shown[-1].step, len(shown)] == [1, 100, 12]
-    assert {(point.probe, point.train_loss) for point in shown} == {(3.14, 4.123)}
-
-
-def test_perplexity_tells_no_more_than_the_score() -> None:
-    """Score and perplexity come from the same nats: two scores that round alike give the same perplexity."""
-    noise = Noise(standard_deviation=0.01, degrees_of_freedom=5)
-    tokens_per_byte = 0.3
-    shown = {coarse._perplexity(2 ** (score / tokens_per_byte), score, noise) for score in (2.4961, 2.5, 2.5039)}
-    assert len(shown) == 1
-    assert shown == {float(f"{2 ** (2.5 / tokens_per_byte):.4g}")}
-
-
 def test_without_noise_there_is_no_score(night: Night) -> None:
     """One run says nothing about its own noise, so it is not shown yet."""
     night.run(night.study.baseline, 0, Role.BASELINE)
@@ -322,6 +302,7 @@ def test_hostile_texts_are_quoted_and_cut(seated: Night) -> None:
     error = told(seated, "show", what=str(trial))["trial"]
     (note,) = told(seated, "insights")["insights"]
     for text in (row["rationale"], shown["rationale"], shown["watch"], error["error_text"], note):
+        assert "\x1b" not in text
         assert len(text) <= 502
         assert text[0] == "\u201c"
         assert text.index("\u201d") == len(text) - 1
