@@ -158,7 +158,7 @@ def test_what_agents_md_names_is_there(seated: Night) -> None:
     assert known <= {name for name, tool in tools.items() if tool is not None}
     fields = {"mark", "search_runs", "noise", "stopped", "kept", "discarded", "inconclusive"}
     rest = {name for name, tool in tools.items() if tool is None} - fields
-    assert rest - {"overnight", "p1"} == set()
+    assert rest - {"overnight", "p1", "final"} == set()
     files = {word for word in words if word.endswith((".toml", ".md", ".html", "/"))}
     paths = seated.study.paths
     real = {paths.policy_toml, paths.program_md, paths.report_html, paths.inbox, paths.split("holdout"), paths.replay}
