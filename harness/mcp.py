@@ -3,8 +3,8 @@
 An agent may look, propose and note; it cannot turn budget, seal, policy or holdout, because there is no tool for it.
 The server only reads the ledger and puts letters into the inbox, like any other shell beside a running search, so it
 works whether one runs or not. Every call opens a reader of its own: calls may come several at once, each on its own
-thread. No tool runs a trial: some clients give a call no more than a minute, so a proposal is queued at once and `wait`
-comes back within 20 seconds.
+thread. No tool runs a trial: some clients give a call no more than a minute, so a proposal is queued at once and
+`wait` comes back within 20 seconds.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ from harness.rows import Ended
 from harness.study import Study
 
 LONGEST_WAIT_SECONDS = 20.0
-"""Shorter than any client's time-out for a tool."""
+"""Shorter than what clients grant a tool by default, a minute or more."""
 POLL_SECONDS = 0.25
 LARGEST_PAGE = 100
 NEWEST_ENDINGS = 50
 NEWEST_INSIGHTS = 50
+LONGEST_NOTE = LONGEST_INSIGHT + 50
+"""Characters of a note with the name of who left it."""
 AGENT = "agent"
 """Source of proposals by an agent that gives no name of its own."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -205,7 +207,7 @@ class Tools:
         """List the notes that proposers and agents left for each other, the newest last."""
         with self._reader() as reader:
             found = reader.insights()
-        texts = [coarse.quote(text, LONGEST_INSIGHT) or "" for text in found[-NEWEST_INSIGHTS:]]
+        texts = [coarse.quote(text, LONGEST_NOTE) or "" for text in found[-NEWEST_INSIGHTS:]]
         return answers.Insights(total=len(found), insights=texts)
 
     @_told()

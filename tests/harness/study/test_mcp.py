@@ -315,7 +315,7 @@ def test_hostile_texts_are_quoted_and_cut(seated: Night) -> None:
     (note,) = told(seated, "insights")["insights"]
     for text in (row["rationale"], shown["rationale"], shown["watch"], error["error_text"], note):
         assert "\x1b" not in text
-        assert len(text) <= 502
+        assert len(text) <= 552
         assert text[0] == "\u201c"
         assert text.index("\u201d") == len(text) - 1
         assert len(text.splitlines()) == 1
