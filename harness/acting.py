@@ -1,4 +1,4 @@
-"""The commands that make or change something: init, run, propose, pause, resume, stop, replay, verify, report.
+"""The commands that make or change something, from init to report, and the one that serves a coding agent.
 
 Each checks what a person wrote before it touches anything; what is heavy is imported only by the command that needs it.
 """
@@ -16,13 +16,12 @@ from pydantic import ValidationError
 
 from harness.config import Value, difference, explain
 from harness.errors import BadInput, BadValue, CheckFailed, WrongUse
-from harness.inbox import Message, Pause, Propose, Resume, Stop, post
+from harness.inbox import Message, Pause, Resume, Stop, post
 from harness.limits import Limits
 from harness.locks import driver_lives
 from harness.paths import DEMO, StudyPaths, folder_of, names
 from harness.queries import Reader
 from harness.reading import chosen, console, put
-from harness.records import Proposal
 
 if TYPE_CHECKING:
     from frozen.timer import Budget
@@ -163,39 +162,21 @@ def _show_result(paths: StudyPaths) -> str:
 
 def propose(arguments: argparse.Namespace) -> int:
     """Queue a proposal, after the same gate that every proposer passes."""
-    from harness import study
-    from harness.policy import Refusal
+    from harness import proposing, study
 
     made = study.load(chosen(arguments.study).root)
-    diff = assignments(arguments.knobs)
-    known = [made.policy.knobs[name].watch for name in diff if name in made.policy.knobs]
-    watch = arguments.watch or "; ".join(known)
-    if not arguments.why.strip():
-        raise BadValue("--why is empty: the ledger keeps a reason for every proposal")
-    try:
-        proposal = Proposal(diff=diff, source="hand", rationale=arguments.why, watch=watch, parent=arguments.parent)
-    except ValidationError as error:
-        raise BadValue(explain(error)) from error
-    with Reader(made.paths.ledger) as reader:
-        nodes = {standing.node: standing.config for standing in reader.lineage()}
-        incumbent = reader.incumbent()
-        tried = reader.known_configs()
-    if arguments.parent is not None and arguments.parent not in nodes:
-        raise BadInput(
-            f"node {arguments.parent} is not in the lineage (nodes: {', '.join(map(str, nodes)) or 'none yet'})"
-        )
-    parent = (
-        nodes[arguments.parent] if arguments.parent is not None else (incumbent.config if incumbent else made.baseline)
+    wish = proposing.Wish(
+        diff=assignments(arguments.knobs),
+        why=arguments.why,
+        source=arguments.source,
+        watch=arguments.watch,
+        parent=arguments.parent,
+        predicted_change=arguments.predict,
+        confidence=arguments.confidence,
+        abort_above=arguments.abort_above,
+        abort_after=arguments.abort_after,
     )
-    config = made.policy.admit(proposal, parent, budget=made.budget, vocabulary=made.vocabulary)
-    if isinstance(config, Refusal):
-        raise BadValue(config.reason)
-    if config.digest in tried:
-        owner = f"proposal {tried[config.digest]}" if tried[config.digest] else "the baseline"
-        raise BadInput(f"this config was tried already: it is that of {owner}")
-    post(made.paths, Propose(proposal=proposal))
-    when = "the running search takes it next" if driver_lives(made.paths) else "the next `overnight run` takes it first"
-    console().print(f"Queued; {when}.")
+    console().print(proposing.send(made, proposing.check(made, wish)))
     return 0
 
 
@@ -340,4 +321,19 @@ def report(arguments: argparse.Namespace) -> int:
     with Reader(paths.ledger) as reader:
         write_report(paths, reader, target, driver_lives=lives)
     console().print(f"Report: {target}", soft_wrap=True)
+    return 0
+
+
+def mcp(arguments: argparse.Namespace) -> int:
+    """Serve a coding agent until it hangs up."""
+    from harness import study
+
+    made = study.load(chosen(arguments.study).root)
+    try:
+        from harness.mcp import serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "mcp":
+            raise
+        raise WrongUse("the MCP server needs a package more: `pip install 'mcp>=2.3,<3'`") from error
+    serve(made)
     return 0

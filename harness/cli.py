@@ -21,7 +21,7 @@ INTERRUPTED = 130
 COMMANDS = (
     *("init", "run", "propose", "pause", "resume", "stop"),
     *("status", "ledger", "lineage", "show", "compare"),
-    *("replay", "verify", "report", "doctor"),
+    *("replay", "verify", "report", "mcp", "doctor"),
 )
 EPILOG = "STUDY is a name under runs/ or a path; where it may be left out, it is the only study or the one that runs."
 
@@ -142,12 +142,17 @@ def _search_commands(commands: _Commands) -> None:
     command.add_argument("--cold", action="store_true", help="a fresh interpreter for every job")
     command.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
 
-    command = _add(commands, "propose", "harness.acting:propose", "queue a proposal by hand")
+    command = _add(commands, "propose", "harness.acting:propose", "queue a proposal of your own")
     _study(command)
     _knobs(command, "what to change", required=True)
     command.add_argument("--why", required=True, metavar="TEXT", help="the reason, for the ledger")
     command.add_argument("--watch", metavar="TEXT", help="what to look at (default: the knobs' own)")
     command.add_argument("--parent", type=int, metavar="NODE", help="lineage node to branch from (default: the best)")
+    command.add_argument("--source", default="human", metavar="NAME", help="who proposes it (default: %(default)s)")
+    command.add_argument("--predict", type=float, metavar="X", help="expected change of the score; negative is better")
+    command.add_argument("--confidence", type=float, metavar="P", help="how sure of that, from 0 to 1")
+    command.add_argument("--abort-above", type=float, metavar="X", help="end its first run if the probe is above X …")
+    command.add_argument("--abort-after", type=float, metavar="SHARE", help="… after this share of the budget")
     for name, text in (
         ("pause", "begin no further trial until resume"),
         ("resume", "go on after pause"),
@@ -193,6 +198,7 @@ def _other_commands(commands: _Commands) -> None:
     command = _add(commands, "report", "harness.acting:report", "write the report, one HTML file")
     _study(command)
     command.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in the study)")
+    _study(_add(commands, "mcp", "harness.acting:mcp", "serve a coding agent over stdio (MCP); it starts this itself"))
     command = _add(commands, "doctor", "harness.doctor:doctor", "what this machine offers a search")
     _json(command)
 

@@ -24,6 +24,8 @@ Diff = Mapping[str, Value]
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 WEIGHT_PREFIX = "sampling.weights."
+SHOWN_INPUT = 80
+"""Characters of an offending value in a message."""
 
 
 class Section(BaseModel):
@@ -195,7 +197,8 @@ def explain(error: ValidationError) -> str:
         name = ".".join(str(part) for part in item["loc"])
         said = str(item["msg"]).removeprefix("Value error, ")
         scalar = isinstance(item["input"], bool | int | float | str)
-        parts.append(f"{name} = {item['input']!r}: {said}" if name and scalar else f"{name}: {said}" if name else said)
+        shown = repr(item["input"])[:SHOWN_INPUT]  # a long one would hide what is wrong with it
+        parts.append(f"{name} = {shown}: {said}" if name and scalar else f"{name}: {said}" if name else said)
     return "; ".join(parts)
 
 

@@ -12,12 +12,9 @@ from harness.errors import BadInput
 from harness.files import write_whole
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
-from harness.records import CallBegun, CallEnded, provider_and_model
+from harness.records import LONGEST_INSIGHT, CallBegun, CallEnded, provider_and_model
 from harness.spending import Caps, Prices
 from harness.studyfile import Agent
-
-LONGEST_INSIGHT = 500
-"""Characters of a note that a model writes to itself."""
 
 
 class StudyDesk:

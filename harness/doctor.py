@@ -67,7 +67,17 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def examine(runs: Path, environment: os._Environ[str] | dict[str, str]) -> list[Finding]:
     """Look at everything that a search depends on; nothing is written, no key is read further than its presence."""
-    return [_python(), *_torch(), _packages(), _cores(), _memory(), _disk(runs), _sandbox(), *_keys(environment)]
+    return [
+        _python(),
+        *_torch(),
+        _packages(),
+        _extra(),
+        _cores(),
+        _memory(),
+        _disk(runs),
+        _sandbox(),
+        *_keys(environment),
+    ]
 
 
 def _python() -> Finding:
@@ -106,6 +116,15 @@ def _packages() -> Finding:
     if absent:
         return Finding(what="packages", state="missing", text=f"not installed: {', '.join(absent)}")
     return Finding(what="packages", state="ok", text=", ".join(texts))
+
+
+def _extra() -> Finding:
+    """Look for what only `overnight mcp` needs; a search does without."""
+    try:
+        return Finding(what="for agents", state="ok", text=f"mcp {version('mcp')}")
+    except PackageNotFoundError:
+        text = "`overnight mcp` would need a package more: `pip install 'mcp>=2.3,<3'`"
+        return Finding(what="for agents", state="ok", text=text)
 
 
 def _cores() -> Finding:

@@ -16,19 +16,46 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from harness.config import explain
-from harness.errors import BadInput
+from harness.errors import BadInput, BadValue
 from harness.paths import StudyPaths
-from harness.records import Proposal, Record
+from harness.proposers import outsider
+from harness.records import LONGEST_INSIGHT, Proposal, Prose, Record
+
+HARNESS_ONLY = ("model", "call", "tokens", "cost_usd", "latency_seconds")
+"""Fields of a proposal that book a call to a language model; nobody from outside may fill them in."""
+
+
+def _outsider(name: str) -> str:
+    try:
+        return outsider(name)
+    except BadValue as error:
+        raise ValueError(str(error)) from error
+
+
+def _from_outside(proposal: Proposal) -> Proposal:
+    _outsider(proposal.source)
+    booked = [name for name in HARNESS_ONLY if getattr(proposal, name) is not None]
+    if booked:
+        raise ValueError(f"{', '.join(booked)}: only a proposer of our own books calls to a language model")
+    return proposal
 
 
 class Propose(Record):
     """Queue a proposal; it goes before what the proposer says next."""
 
     kind: Literal["propose"] = "propose"
-    proposal: Proposal
+    proposal: Annotated[Proposal, AfterValidator(_from_outside)]
+
+
+class Insight(Record):
+    """Note what somebody from outside learned; proposers that are language models are shown it."""
+
+    kind: Literal["insight"] = "insight"
+    source: Annotated[str, AfterValidator(_outsider)]
+    text: Annotated[Prose, Field(min_length=1, max_length=LONGEST_INSIGHT)]
 
 
 class Pause(Record):
@@ -57,9 +84,9 @@ class Unreadable(Record):
     reason: str
 
 
-Message = Propose | Pause | Resume | Stop | Unreadable
+Message = Propose | Insight | Pause | Resume | Stop | Unreadable
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(
-    Annotated[Propose | Pause | Resume | Stop, Field(discriminator="kind")], config={"defer_build": True}
+    Annotated[Propose | Insight | Pause | Resume | Stop, Field(discriminator="kind")], config={"defer_build": True}
 )
 
 
@@ -87,19 +114,37 @@ def take(paths: StudyPaths) -> Iterator[Message]:
     What is no message is moved to ``inbox/unreadable/`` and yielded as `Unreadable`.
     """
     for letter in waiting(paths):
+        message: Message
         try:
-            message: Message = _ADAPTER.validate_python(json.loads(letter.read_text(encoding="utf-8")))
-        except ValidationError as error:
-            message = _put_aside(letter, explain(error))
-        except ValueError as error:  # no UTF-8 or no JSON
+            message = _read(letter)
+        except BadInput as error:
             message = _put_aside(letter, str(error))
         yield message
         letter.unlink(missing_ok=True)
 
 
+def peek(paths: StudyPaths) -> list[Message]:
+    """Return what waits in the inbox, oldest first, and leave it there; junk is left to the driver."""
+    found: list[Message] = []
+    for letter in waiting(paths):
+        with contextlib.suppress(BadInput, FileNotFoundError):  # taken by the driver since we looked
+            found.append(_read(letter))
+    return found
+
+
 def waiting(paths: StudyPaths) -> list[Path]:
     """Return the letters that lie in the inbox, oldest first."""
     return sorted(path for path in paths.inbox.glob("*.json") if path.is_file() and not path.name.startswith("."))
+
+
+def _read(letter: Path) -> Message:
+    """Return the message of a letter; `BadInput` if it is none."""
+    try:
+        return _ADAPTER.validate_python(json.loads(letter.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise BadInput(explain(error)) from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
+        raise BadInput(str(error)) from error
 
 
 def _put_aside(letter: Path, reason: str) -> Unreadable:

@@ -75,6 +75,8 @@ class Owner:
                 case inbox.Propose():
                     number = self._ledger.queue(message.proposal, outside=True)
                     self._view.say(f"Proposal {number} from {message.proposal.source} is queued.")
+                case inbox.Insight():
+                    self._ledger.insight(f"{message.source} notes: {message.text}")
                 case inbox.Pause():
                     self._paused = True
                     self._ledger.event("pause", "the owner asked to pause")

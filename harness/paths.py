@@ -106,6 +106,11 @@ class StudyPaths:
         return self.root / "program.md"
 
     @property
+    def agents_md(self) -> Path:
+        """What a coding agent is told of this folder; under the name by which such agents look for it."""
+        return self.root / "AGENTS.md"
+
+    @property
     def prices_toml(self) -> Path:
         """What language models cost, copied here; may change."""
         return self.root / "prices.toml"
@@ -187,8 +192,13 @@ class StudyPaths:
 
 
 def folder_of(name_or_path: str | Path, runs: Path = RUNS) -> Path:
-    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not."""
-    text = os.fspath(name_or_path)
+    """Return the folder that a study's name (below ``runs``) or path stands for, whether it exists or not.
+
+    A `Path` is a path: it no longer shows whether a person wrote ``./night`` or ``night``.
+    """
+    if isinstance(name_or_path, Path):
+        return name_or_path
+    text = name_or_path
     if not text.strip():
         raise BadInput("a study needs a name")
     return Path(text) if os.sep in text or text in (".", "..") else runs / text

@@ -36,6 +36,7 @@ from harness.records import (
 from harness.rows import (
     Call,
     Configs,
+    Ended,
     Event,
     StudyRow,
     call_value,
@@ -51,6 +52,10 @@ from harness.rows import (
 BUSY_SECONDS = 30.0
 SEARCHED = f"role <> '{Role.FINAL.value}'"
 """Which trials are the search's: what a replay runs, perhaps under another budget, decides nothing and is no lesson."""
+ENDINGS = (
+    f"SELECT 'trial' AS kind, id AS number, ended FROM trials WHERE ended IS NOT NULL AND {SEARCHED}"
+    " UNION ALL SELECT 'proposal', number, ended FROM proposals WHERE ended IS NOT NULL"
+)
 
 
 class Reader:
@@ -167,6 +172,28 @@ class Reader:
             raise BadInput(f"the study has no proposal {number}")
         return found[0]
 
+    def page(self, newest: int, offset: int) -> tuple[Past, ...]:
+        """Return ``newest`` proposals without curves, the newest first, after leaving out the ``offset`` newest."""
+        last = self.proposals() - offset
+        return tuple(reversed(self._past("number BETWEEN ? AND ?", last - newest + 1, last, curves=False)))
+
+    def proposals(self) -> int:
+        """Return how many proposals there are."""
+        return int(self._rows("SELECT count(*) AS count FROM proposals")[0]["count"])
+
+    def endings(self, after: int) -> tuple[Ended, ...]:
+        """Return what ended, trials and proposals in the order of their ends, without the first ``after``.
+
+        Rows are closed once, so the number of endings that somebody has seen is a bookmark. Replays are left out.
+        """
+        order = "ORDER BY ended, kind DESC, number LIMIT -1 OFFSET ?"
+        rows = self._rows(f"SELECT kind, number FROM ({ENDINGS}) {order}", after)
+        return tuple(Ended(kind=row["kind"], number=row["number"]) for row in rows)
+
+    def mark(self) -> int:
+        """Return how many `endings` there are."""
+        return int(self._rows(f"SELECT count(*) AS count FROM ({ENDINGS})")[0]["count"])
+
     def queued(self) -> tuple[Past, ...]:
         """Return the proposals that wait in the order of their turn: those from outside first, then the oldest."""
         outside = {row["number"] for row in self._rows("SELECT number FROM proposals WHERE outside")}
@@ -282,7 +309,7 @@ class Reader:
         program: str = "",
         device_memory_bytes: int | None = None,
     ) -> History:
-        """Return all that a proposer may know, as of one moment."""
+        """Return all that a proposer may know, as of one moment: nothing of replays."""
         with self.snapshot():
             study, past, lineage = self.study(), self.past(), self.lineage()
             devices = self._rows("SELECT device FROM trials ORDER BY id DESC LIMIT 1")

@@ -99,8 +99,9 @@ def show(arguments: argparse.Namespace) -> int:
     """Print one trial, or one proposal with its trials."""
     paths, what = chosen(arguments.study), arguments.what
     with Reader(paths.ledger) as reader:
-        if what[:1] in "pP" and what[1:].isdigit():
-            past = reader.proposal(_number(what[1:]))
+        number = proposal_number(what)
+        if number is not None:
+            past = reader.proposal(number)
             taken_out = summary.ablated(summary.gather(reader, driver_lives=driver_lives(paths))).get(past.number)
             if arguments.json:
                 trials = {"trials": [documents.trial(trial) for trial in past.trials]}
@@ -111,7 +112,7 @@ def show(arguments: argparse.Namespace) -> int:
             nodes = {standing.node: standing.config for standing in reader.lineage()}
             _print(table.proposal(past, None if past.parent is None else nodes.get(past.parent), taken_out))
             return 0
-        trial = _trial(reader, what)
+        trial = named_trial(reader, what)
     if arguments.json:
         put(documents.trial(trial))
     else:
@@ -126,7 +127,7 @@ def compare(arguments: argparse.Namespace) -> int:
     paths = chosen(arguments.study)
     lives = driver_lives(paths)
     with Reader(paths.ledger) as reader, reader.snapshot():
-        a, b = _trial(reader, arguments.a), _trial(reader, arguments.b)
+        a, b = named_trial(reader, arguments.a), named_trial(reader, arguments.b)
         facts = summary.gather(reader, driver_lives=lives)
         nats = [reader.document_nats(trial.id) if trial.score is not None else () for trial in (a, b)]
     found = documents.compare(facts, a, b, *nats)
@@ -145,7 +146,13 @@ def _facts(paths: StudyPaths) -> summary.Facts:
         return summary.gather(reader, driver_lives=lives)
 
 
-def _trial(reader: Reader, what: str) -> Trial:
+def proposal_number(what: str) -> int | None:
+    """Return the number of a proposal's name like ``p7``; None for a name that is none."""
+    digits = what[1:]
+    return _number(digits) if what[:1] in ("p", "P") and digits.isascii() and digits.isdigit() else None
+
+
+def named_trial(reader: Reader, what: str) -> Trial:
     """Return the trial of a number, or the one whose checkpoint stands for ``best`` or ``baseline``."""
     if what in ("best", "baseline"):
         standing = reader.incumbent() if what == "best" else reader.baseline()
@@ -153,7 +160,7 @@ def _trial(reader: Reader, what: str) -> Trial:
             raise BadInput(f"there is no {what} yet: the baseline has no score")
         return reader.trial(standing.trial)
     if not (what.isascii() and what.isdigit()):
-        raise BadInput(f"{what!r} is no trial: give its number, best or baseline (proposals: `overnight show p7`)")
+        raise BadInput(f"{what[:40]!r} is no trial: give its number, best or baseline (proposals: `overnight show p7`)")
     return reader.trial(_number(what))
 
 

@@ -20,6 +20,8 @@ from harness.config import Knob, TrialConfig, Value
 
 BASELINE = 0
 """The lineage node that every search starts from; proposals are numbered from 1."""
+LONGEST_INSIGHT = 500
+"""Characters of a note that a model writes to itself, or that somebody from outside adds."""
 
 
 class Record(BaseModel):
@@ -34,12 +36,12 @@ class Record(BaseModel):
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def _without_control(text: str) -> str:
+def without_control(text: str) -> str:
     """Replace what could restyle or overwrite a terminal's text, and halves of characters that no file can hold."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-Prose = Annotated[str, AfterValidator(_without_control)]
+Prose = Annotated[str, AfterValidator(without_control)]
 """Text by a person or a model, shown to people."""
 
 
@@ -58,12 +60,12 @@ class Proposal(Record):
     diff: dict[str, Value]
     """Knobs to turn, by dotted name. Never the seed, the budget or the evaluation."""
     source: str
-    """Which proposer made it: ``rules``, ``sampler``, ``random``, ``hand``, …"""
+    """Which proposer made it: ``rules``, ``sampler``, ``random``, …; ``human`` or a name of their own for outsiders."""
     rationale: Prose
     watch: Prose
     """What to look at to know whether it works."""
-    parent: int | None = None
-    """Lineage node to branch from; None: the incumbent of the moment it starts."""
+    parent: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Lineage node to branch from; None: the incumbent of the moment it starts. Within what a ledger can hold."""
     model: str | None = None
     """Model id, if a language model made it."""
     predicted_change: float | None = None

@@ -12,7 +12,7 @@ import sqlite3
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from harness.config import TrialConfig, unflatten
 from harness.records import (
@@ -76,6 +76,14 @@ class Event:
     text: str
     data: Mapping[str, Any]
     created: datetime.datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A row that was closed."""
+
+    kind: Literal["trial", "proposal"]
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

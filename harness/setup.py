@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import importlib.resources
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from frozen.corpus import SplitSizes
 from frozen.formats import Source, SourceError, readable_bytes
@@ -296,6 +298,7 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
         files.write_whole(aside.policy_toml, checked.policy_file.read_text(encoding="utf-8"))
         files.write_whole(aside.program_md, find_program(checked.policy_file).read_text(encoding="utf-8"))
         files.write_whole(aside.prices_toml, packaged_prices().read_text(encoding="utf-8"))
+        files.write_whole(aside.agents_md, guide(root.name))
         files.write_whole(aside.study_toml, file.render())
         for folder in (aside.inbox, aside.trials, aside.lineage):
             folder.mkdir()
@@ -312,6 +315,12 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
     finally:
         shutil.rmtree(aside.root, ignore_errors=True)
     return load(root)
+
+
+def guide(name: str) -> str:
+    """Return what a coding agent is told that comes upon the folder of the study of this name."""
+    text = importlib.resources.files("policies").joinpath("coding_agents.md").read_text(encoding="utf-8")
+    return Template(text).substitute(name=name)
 
 
 def _sweep(root: Path) -> None:

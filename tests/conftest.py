@@ -53,7 +53,7 @@ STORY: list[tuple[str, dict[str, Value], float | TrialState, str, str]] = [
     ("random", {"schedule.shape": "sqrt"}, 2.445, "uniform draw", "probe at the end"),
     ("sampler", {"batch.per_device": 512}, TrialState.OUT_OF_MEMORY, "expected improvement of the GP", "memory"),
     ("rules", {"schedule.warmup_fraction": 0.02}, 2.437, "Few steps: ten percent of them is long.", "first tenth"),
-    ("hand", {"batch.sequence_length": 128, "batch.per_device": 16}, 2.38, "Documents are short.", "probe"),
+    ("human", {"batch.sequence_length": 128, "batch.per_device": 16}, 2.38, "Documents are short.", "probe"),
     ("sampler", {"optim.learning_rate": 5e-3}, TrialState.CRASHED, "expected improvement of the GP", "probe"),
     ("rules", {"optim.beta2": 0.95}, 2.372, "A shorter memory suits few steps.", "gradient norm"),
     ("sampler", {"model.attention_dropout": 0.1}, 2.46, "expected improvement of the GP", "gap train to probe"),

@@ -1,16 +1,18 @@
 """The README cannot lie: its examples run, its links lead somewhere, its tree names files that exist."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from harness.cli import COMMANDS
+from harness.cli import COMMANDS, parser
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -41,6 +43,16 @@ def test_the_examples_run_in_order(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "notes.html").stat().st_size > 10_000
+
+
+def test_the_clients_configurations_start_our_server() -> None:
+    """The blocks that a person copies into an agent's settings parse, and name a command that there is."""
+    (plain,) = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", README, re.DOTALL)]
+    (table,) = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", README, re.DOTALL)]
+    for server in (plain["mcpServers"]["overnight"], table["mcp_servers"]["overnight"]):
+        assert server["command"] == "overnight"
+        arguments = parser().parse_args(server["args"])
+        assert (arguments.command, arguments.study) == ("harness.acting:mcp", "runs/notes")
 
 
 def test_every_command_is_in_the_readme() -> None:

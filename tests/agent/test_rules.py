@@ -55,7 +55,7 @@ def test_out_of_memory_keeps_the_batch_and_halves_what_is_held(make_night: Any) 
     night = make_night(score, margin=1e-5)
     from harness.records import Proposal
 
-    night.run(Proposal(diff={"model.width": 192}, source="hand", rationale="", watch=""))
+    night.run(Proposal(diff={"model.width": 192}, source="human", rationale="", watch=""))
     answer = RulesProposer().propose(night.history(), 1)[0]
     assert answer.diff == {"model.width": 192, "batch.per_device": 8, "batch.accumulation": 2}
 

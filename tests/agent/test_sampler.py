@@ -96,7 +96,7 @@ def test_failures_are_told_as_the_worst_score_seen(make_night: Any) -> None:
     """A failed config is neither dropped nor given a flat penalty."""
     night = make_night()
     for rate in (9e-4, 2e-2, 2e-4):
-        night.run(Proposal(diff={"optim.learning_rate": rate}, source="hand", rationale="", watch=""))
+        night.run(Proposal(diff={"optim.learning_rate": rate}, source="human", rationale="", watch=""))
     assert night.past[1].trials[0].state is TrialState.DIVERGED
     told = request(Space.of(night.history()), "gp")["observed"]
     assert len(told) == 4
@@ -107,7 +107,7 @@ def test_failures_are_told_as_the_worst_score_seen(make_night: Any) -> None:
 def test_what_is_queued_is_told_as_running(make_night: Any) -> None:
     """A proposal that waits is known to the sampler, so that it is not made again."""
     night = make_night()
-    waiting = Proposal(diff={"optim.learning_rate": 1e-3}, source="hand", rationale="", watch="")
+    waiting = Proposal(diff={"optim.learning_rate": 1e-3}, source="human", rationale="", watch="")
     asked = request(Space.of(queued(night.history(), waiting)), "gp")
     assert len(asked["pending"]) == 1
     assert asked["pending"][0] != asked["incumbent"]

@@ -22,7 +22,7 @@ def test_refused_and_queued_proposals_are_known(make_night: Any) -> None:
     """What was turned away or waits is not proposed again."""
     night = make_night()
     diff = {"batch.per_device": 32, "batch.accumulation": 4, "batch.sequence_length": 256, "model.depth": 8}
-    night.run(Proposal(diff=diff, source="hand", rationale="", watch=""))
+    night.run(Proposal(diff=diff, source="human", rationale="", watch=""))
     space = Space.of(night.history())
     assert space is not None
     assert space.step(diff) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import BadInput
-from harness.inbox import Message, Pause, Propose, Resume, Stop, Unreadable, post, take, waiting
+from harness.inbox import Insight, Message, Pause, Propose, Resume, Stop, Unreadable, peek, post, take, waiting
 from harness.paths import StudyPaths
 from harness.records import Proposal
 
@@ -18,7 +19,7 @@ VALUES = st.one_of(st.booleans(), st.integers(-(10**6), 10**6), st.floats(-1e6, 
 PROPOSALS = st.builds(
     Proposal,
     diff=st.dictionaries(st.text(string.ascii_lowercase + "._", min_size=1, max_size=12), VALUES, max_size=3),
-    source=st.just("hand"),
+    source=st.just("human"),
     rationale=st.text(max_size=40),
     watch=st.text(max_size=40),
     parent=st.none() | st.integers(0, 99),
@@ -70,6 +71,45 @@ def test_junk_is_put_aside_with_the_reason(paths: StudyPaths, junk: bytes) -> No
     assert (paths.inbox / "unreadable" / "00.json").read_bytes() == junk
 
 
+def letter(**changes: object) -> bytes:
+    proposal = {"diff": {}, "source": "me", "rationale": "r", "watch": "w"} | changes
+    return json.dumps({"kind": "propose", "proposal": proposal}).encode()
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        (letter(source="sampler"), "proposer of our own"),
+        (letter(source="a b"), "letters, digits"),
+        (letter(source="x" * 41), "up to 40"),
+        (letter(call=999), "call: only a proposer of our own"),
+        (letter(model="m", tokens=5, cost_usd=1.0), "model, tokens, cost_usd"),
+        (letter(parent=10**30), "less than"),
+        (b'{"kind": "insight", "source": "me", "text": ""}', "at least 1"),
+        (json.dumps({"kind": "insight", "source": "me", "text": "x" * 501}).encode(), "at most 500"),
+        (b'{"kind": "insight", "source": "mixed", "text": "x"}', "proposer of our own"),
+        (b"[" * 100_000, "recursion"),
+    ],
+)
+def test_forged_letters_are_put_aside(paths: StudyPaths, junk: bytes, reason: str) -> None:
+    """Whoever can write a file cannot pose as a proposer, book a call, or stop the search with a number too large."""
+    paths.inbox.mkdir()
+    (paths.inbox / "00.json").write_bytes(junk)
+    (message,) = take(paths)
+    assert isinstance(message, Unreadable)
+    assert reason in message.reason
+
+
+def test_peeking_leaves_everything_where_it_is(paths: StudyPaths) -> None:
+    """What waits can be read without taking it; junk is the driver's to put aside."""
+    sent: list[Message] = [Insight(source="me", text="width pays"), Stop()]
+    for message in sent:
+        post(paths, message)
+    (paths.inbox / "00.json").write_text("{")
+    assert peek(paths) == sent
+    assert len(waiting(paths)) == 3
+
+
 def test_half_written_letters_are_not_read(paths: StudyPaths) -> None:
     """Only a finished letter counts; one still being written is left alone."""
     paths.inbox.mkdir()
@@ -87,7 +127,7 @@ def test_an_inbox_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
     """What a person, a shell or a model wrote cannot restyle what the owner reads, and can always be written down."""
-    proposal = Proposal(diff={}, source="hand", rationale="\x1b[31mred\x07\udcff line\nnext", watch="\x9bm")
+    proposal = Proposal(diff={}, source="human", rationale="\x1b[31mred\x07\udcff line\nnext", watch="\x9bm")
     assert "\x1b" not in proposal.rationale
     assert proposal.rationale.encode("utf-8")
     assert "\x07" not in proposal.rationale

@@ -25,7 +25,7 @@ def table() -> dict[str, Any]:
 
 
 def proposal(**diff: Any) -> Proposal:
-    return Proposal(diff={k.replace("__", "."): v for k, v in diff.items()}, source="hand", rationale="", watch="")
+    return Proposal(diff={k.replace("__", "."): v for k, v in diff.items()}, source="human", rationale="", watch="")
 
 
 def admit(policy: Policy, made: Proposal, budget: Budget = BUDGET) -> TrialConfig | Refusal:

@@ -54,6 +54,33 @@ def test_a_proposal_comes_back_as_it_was(night: Night, proposal: Proposal) -> No
     }
 
 
+def test_endings_are_in_the_order_of_their_ends_and_leave_out_replays(night: Night) -> None:
+    """How many somebody has seen is a bookmark: what comes later is what is new."""
+    night.baseline(2.0, 2.01, 2.02)
+    number = night.screened(1.9)
+    refused = night.ledger.queue(night.proposal())
+    with night.reader() as reader:
+        seen = reader.mark()
+        assert [(end.kind, end.number) for end in reader.endings(0)] == [("trial", trial) for trial in (1, 2, 3, 4)]
+        night.ledger.reject(refused, ProposalState.REFUSED, "no")
+        night.kept(number, 1.91, 1.92)
+        night.run(1.5, role=Role.FINAL, replicate=1000, budget="9000000tok")
+        new = [(end.kind, end.number) for end in reader.endings(seen)]
+        assert new == [("proposal", 2), ("trial", 5), ("trial", 6), ("proposal", 1)]
+        assert reader.mark() == seen + 4
+        assert reader.endings(99) == ()
+
+
+def test_a_page_of_proposals_is_newest_first(night: Night) -> None:
+    """Pages touch each other, and the last one is as long as what is left."""
+    for _ in range(7):
+        night.ledger.queue(night.proposal())
+    with night.reader() as reader:
+        pages = [[past.number for past in reader.page(3, offset)] for offset in (0, 3, 6, 9)]
+        assert reader.proposals() == 7
+    assert pages == [[7, 6, 5], [4, 3, 2], [1], []]
+
+
 @given(st.lists(st.floats(allow_nan=False), max_size=50))
 def test_document_scores_round_trip(nats: list[float]) -> None:
     """Packing loses no bit."""

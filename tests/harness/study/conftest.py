@@ -145,7 +145,7 @@ class Night:
     def keep(self, learning_rate: float, **more: Value) -> None:
         """Propose a learning rate, and other knobs of the optimizer that change nothing; run it, keep it."""
         diff = {f"optim.{name}": value for name, value in ({"learning_rate": learning_rate} | more).items()}
-        number = self.ledger.queue(Proposal(diff=diff, source="hand", rationale="faster", watch="loss"))
+        number = self.ledger.queue(Proposal(diff=diff, source="human", rationale="faster", watch="loss"))
         parent = self.reader.incumbent()
         assert parent is not None
         config = apply(parent.config, diff)

@@ -100,7 +100,7 @@ def study(night: Night) -> Night:
 
 
 def start(night: Night, diff: dict[str, Any]) -> tuple[int, TrialConfig]:
-    number = night.ledger.queue(Proposal(diff=diff, source="hand", rationale="why", watch="what"))
+    number = night.ledger.queue(Proposal(diff=diff, source="human", rationale="why", watch="what"))
     config = apply(night.reader.incumbent().config, diff)
     night.ledger.start(number, night.reader.incumbent().node, config)
     return number, config

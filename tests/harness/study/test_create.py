@@ -58,6 +58,7 @@ def test_a_study_is_whole_and_reads_back(make: Callable[..., Any], tmp_path: Pat
     assert [study.seed_of(replicate) for replicate in (0, 1, 2)] == [7, 8, 9]
     assert (study.vocabulary, study.metric, study.evaluation.context) == (400, "bits_per_byte", 32)
     assert names(tmp_path / "runs") == ["night"]
+    assert study.paths.agents_md.read_text() == setup.guide("night")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".cache", "night"]
     with Reader(study.paths.ledger) as reader:
         row = reader.study()
@@ -176,6 +177,7 @@ def test_studies_are_found_by_name_or_path(make: Callable[..., Any], tmp_path: P
         find("nihgt", runs)
     assert folder_of("./x/y", runs) == Path("x/y")
     assert folder_of("x", runs) == runs / "x"
+    assert folder_of("./x", runs) == folder_of(folder_of("./x", runs), runs) == Path("x")
 
 
 def test_constants_are_derived_from_the_amount_of_text(texts: Path, tmp_path: Path) -> None:

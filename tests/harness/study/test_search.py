@@ -222,10 +222,10 @@ def test_the_owner_stops_queues_and_goes_on(drive: Callable[..., Drive]) -> None
     inbox.post(night.paths, inbox.Stop())
     assert night.run() == Stopped(reason="the owner asked to stop", exit_code=0)
     inbox.post(
-        night.paths, inbox.Propose(proposal=Proposal(diff=BETTER, source="hand", rationale="mine", watch="loss"))
+        night.paths, inbox.Propose(proposal=Proposal(diff=BETTER, source="human", rationale="mine", watch="loss"))
     )
     night.run()
-    assert [past.proposal.source for past in night.past()] == ["hand"]
+    assert [past.proposal.source for past in night.past()] == ["human"]
     assert not list(night.paths.inbox.glob("*.json"))
 
 
