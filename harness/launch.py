@@ -92,7 +92,11 @@ class Launcher:
         self._tier: Tier | None = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # a signal while the nursery is waited for
+            self.close()
+            raise
         return self
 
     def __exit__(

@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from types import FrameType
 from typing import Literal
 
 from scipy import stats
@@ -265,12 +261,12 @@ class Replay:
 def replay(study: Study, budget: Budget | None, view: View, *, cold: bool = False) -> Replayed:
     """Reproduce the incumbent; with a budget, train it as a full run then. The driver's lock is held throughout.
 
-    `CheckFailed`: the winner does not reproduce, or a run failed. `StoppedEarly`: the disk is too full.
+    `CheckFailed`: the winner does not reproduce, or a run failed. `StoppedEarly`: the disk is too full. A
+    `KeyboardInterrupt` (the command line makes every signal one) closes the trial's row, and its checkpoints stay.
     """
     with (
         driver_lock(study.paths),
         device_lock(study.device),
-        _signals_interrupt(),
         Ledger.open(study.paths.ledger) as ledger,
         Reader(study.paths.ledger) as reader,
     ):
@@ -289,21 +285,6 @@ def budget_of_epochs(study: Study, epochs: float) -> Budget:
     """
     split = EncodedSplit.load(study.paths.split("train"))
     return Budget("tokens", float(math.ceil(epochs * (len(split.tokens) + split.documents))))
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a replay like Ctrl-C: the row is closed and the checkpoints stay."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _reason(failed: Trained | Scored | Failed) -> str:
