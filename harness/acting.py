@@ -9,6 +9,7 @@ import argparse
 import datetime
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from harness.reading import chosen, console, put
 from harness.records import Proposal
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from frozen.timer import Budget
     from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
@@ -77,14 +80,15 @@ def _inherited(old: Study, *, same_data: bool) -> tuple[dict[str, Any], dict[str
 def run(arguments: argparse.Namespace) -> int:
     """Search until a total is reached or the owner ends it; then show what came of it."""
     from harness.live import screen
+    from harness.output import lasting
     from harness.search import search
 
-    out = console()
+    out = console(lasting(sys.stdout))
     study, is_demo = _study_to_run(arguments.study)
     limits = _limits(arguments, study, is_demo=is_demo)
     with screen(out, study.paths, limits, plain=arguments.plain) as view:
         stopped = search(study, limits=limits, proposer=arguments.proposer, cold=arguments.cold, view=view)
-    _show_result(study.paths)
+    _show_result(study.paths, out)
     return stopped.exit_code
 
 
@@ -123,12 +127,11 @@ def next_moment(clock: str, now: datetime.datetime) -> datetime.datetime:
     return moment if moment > now else moment + datetime.timedelta(days=1)
 
 
-def _show_result(paths: StudyPaths) -> None:
+def _show_result(paths: StudyPaths, out: Console) -> None:
     """Print the ledger, the best lineage and where the report lies."""
     from harness.report import summary, table
     from harness.report.page import write_report
 
-    out = console()
     with Reader(paths.ledger) as reader:
         facts = summary.gather(reader, driver_lives=False)
         write_report(paths, reader, paths.report_html, driver_lives=False)
@@ -227,9 +230,10 @@ def replay(arguments: argparse.Namespace) -> int:
     """Reproduce the incumbent, or train it as a full run beside the baseline."""
     from harness import study
     from harness.live import screen
+    from harness.output import lasting
     from harness.replay import replay as replayed
 
-    out = console()
+    out = console(lasting(sys.stdout))
     made = study.load(chosen(arguments.study).root)
     budget = _full_budget(arguments, made)
     with screen(out, made.paths, Limits(), plain=False) as view:
