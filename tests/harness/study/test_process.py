@@ -98,6 +98,19 @@ def test_the_chain(study: Study, launcher: Launcher) -> None:
         assert audit(study, reader) == []
 
 
+def test_a_read_only_study_is_verified(tmp_path: Path, launcher: Launcher, read_only: Any) -> None:
+    """Somebody else's study, or one on a read-only disk, is checked whole: its best checkpoint is scored, too."""
+    study = make(tmp_path)
+    with Ledger.open(study.paths.ledger) as ledger:
+        trial = run_baseline(study, launcher, ledger)
+        ledger.seat_baseline(study.baseline, trial, checkpoints.publish(study.paths, trial, 0))
+    done = read_only(tmp_path, sys.executable, "-m", "harness.cli", "verify", "night", "--json")
+    assert done.stderr == ""
+    assert [(found["what"], found["ok"]) for found in json.loads(done.stdout)] == [
+        (what, True) for what in ("seal", "ledger", "checkpoint", "score")
+    ]
+
+
 class Murderous:
     """Somebody kills single jobs: the first training half way, and the second scoring. All else lives on."""
 
