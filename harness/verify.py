@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from harness import checkpoints
-from harness.audit import audit
+from harness.audit import audit, judges_again
 from harness.errors import CannotStart, CheckFailed, StudyLocked
 from harness.jobs.job import ScoreJob
 from harness.locks import device_lock
@@ -87,7 +87,10 @@ def ledger_findings(study: Study, reader: Reader) -> Iterator[Finding]:
     for sentence in broken:
         yield Finding(what="ledger", ok=False, text=sentence)
     if not broken:
-        yield Finding(what="ledger", ok=True, text="the ledger contradicts neither itself nor its study")
+        text = "the ledger contradicts neither itself nor its study"
+        if not judges_again(study):
+            text += f"; its decisions are version {study.seal.manifest.tool}'s and were not judged again"
+        yield Finding(what="ledger", ok=True, text=text)
 
 
 def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator[Finding]:

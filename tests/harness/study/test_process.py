@@ -95,7 +95,8 @@ def test_the_chain(study: Study, launcher: Launcher) -> None:
         assert isinstance(launcher.run(order, log=undisturbed.with_suffix(".log"), deadline_seconds=600), Trained)
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             assert (resumed.model / name).read_bytes() == (undisturbed / "model" / name).read_bytes()
-        assert audit(study, reader) == []
+        alone = "is a full run, but no event says that its config had been reproduced"  # one seed gives no noise
+        assert audit(study, reader) == [f"trial {trial} {alone}" for trial in (2, 3)]
 
 
 def test_a_read_only_study_is_verified(tmp_path: Path, launcher: Launcher, read_only: Any) -> None:
