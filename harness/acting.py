@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from harness.config import Value, difference, explain
+from harness.config import TrialConfig, Value, difference, explain
 from harness.errors import BadInput, BadValue, CheckFailed, WrongUse
-from harness.inbox import Message, Pause, Propose, Resume, Stop, post
+from harness.inbox import Message, Pause, Propose, Resume, Stop, post, waiting_proposals
 from harness.limits import Limits
 from harness.locks import driver_lives
 from harness.paths import DEMO, StudyPaths, folder_of, names
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
 
+LONGEST_WORDS = 2_000
+"""Characters of a reason: it is shown whole, to people and to language models."""
 DEMO_PROPOSALS = 10
 """Proposals that one `overnight run` of the demo decides."""
 
@@ -147,7 +149,6 @@ def _show_result(paths: StudyPaths, out: Console) -> None:
 def propose(arguments: argparse.Namespace) -> int:
     """Queue a proposal, after the same gate that every proposer passes."""
     from harness import study
-    from harness.policy import Refusal
 
     made = study.load(chosen(arguments.study).root)
     diff = assignments(arguments.knobs)
@@ -155,31 +156,50 @@ def propose(arguments: argparse.Namespace) -> int:
     watch = arguments.watch or "; ".join(known)
     if not arguments.why.strip():
         raise BadValue("--why is empty: the ledger keeps a reason for every proposal")
+    for option, text in (("--why", arguments.why), ("--watch", watch)):
+        if len(text) > LONGEST_WORDS:
+            raise BadValue(f"{option} has {len(text)} characters: say it in at most {LONGEST_WORDS}")
     try:
         proposal = Proposal(diff=diff, source="hand", rationale=arguments.why, watch=watch, parent=arguments.parent)
     except ValidationError as error:
         raise BadValue(explain(error)) from error
     with Reader(made.paths.ledger) as reader:
-        nodes = {standing.node: standing.config for standing in reader.lineage()}
-        incumbent = reader.incumbent()
-        tried = reader.known_configs()
-    if arguments.parent is not None and arguments.parent not in nodes:
-        raise BadInput(
-            f"node {arguments.parent} is not in the lineage (nodes: {', '.join(map(str, nodes)) or 'none yet'})"
-        )
-    parent = (
-        nodes[arguments.parent] if arguments.parent is not None else (incumbent.config if incumbent else made.baseline)
-    )
-    config = made.policy.admit(proposal, parent, budget=made.budget, vocabulary=made.vocabulary)
-    if isinstance(config, Refusal):
-        raise BadValue(config.reason)
-    if config.digest in tried:
-        owner = f"proposal {tried[config.digest]}" if tried[config.digest] else "the baseline"
-        raise BadInput(f"this config was tried already: it is that of {owner}")
+        _refuse_if_pointless(proposal, made, reader)
     post(made.paths, Propose(proposal=proposal))
     when = "the running search takes it next" if driver_lives(made.paths) else "the next `overnight run` takes it first"
     console().print(f"Queued; {when}.")
     return 0
+
+
+def _refuse_if_pointless(proposal: Proposal, made: Study, reader: Reader) -> None:
+    """Say now what the driver would say when the proposal's turn comes: it cannot run, ran already, or waits already.
+
+    All that waits is told apart as if it started now; what is kept meanwhile may change that.
+    """
+    from harness.policy import Refusal
+
+    nodes = {standing.node: standing.config for standing in reader.lineage()}
+    best = list(nodes.values())[-1] if nodes else made.baseline
+    if proposal.parent is not None and proposal.parent not in nodes:
+        there = ", ".join(map(str, nodes)) or "none yet"
+        raise BadInput(f"node {proposal.parent} is not in the lineage (nodes: {there})")
+
+    def resolved(other: Proposal) -> TrialConfig | Refusal:
+        parent = best if other.parent is None else nodes.get(other.parent, best)
+        return made.policy.admit(other, parent, budget=made.budget, vocabulary=made.vocabulary)
+
+    config = resolved(proposal)
+    if isinstance(config, Refusal):
+        raise BadValue(config.reason)
+    known = reader.known_configs()
+    if config.digest in known:
+        owner = f"proposal {known[config.digest]}" if known[config.digest] else "the baseline"
+        raise BadInput(f"this config was tried already: it is that of {owner}")
+    queued = [(f"proposal {past.number}", past.proposal) for past in reader.queued()]
+    letters = [("one that no search has taken in yet", other) for other in waiting_proposals(made.paths)]
+    for name, other in queued + letters:
+        if resolved(other) == config:
+            raise BadInput(f"the same change is queued already: it is that of {name}")
 
 
 def assignments(texts: list[str]) -> dict[str, Value]:

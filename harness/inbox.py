@@ -97,6 +97,20 @@ def take(paths: StudyPaths) -> Iterator[Message]:
         letter.unlink(missing_ok=True)
 
 
+def waiting_proposals(paths: StudyPaths) -> list[Proposal]:
+    """Return the proposals that lie in the inbox, oldest first, and leave everything there; for who is not the driver.
+
+    What is no message is passed over: the driver will say so.
+    """
+    found = []
+    for letter in waiting(paths):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the driver has just taken it, or it is no message
+            message = _ADAPTER.validate_python(json.loads(letter.read_text(encoding="utf-8")))
+            if isinstance(message, Propose):
+                found.append(message.proposal)
+    return found
+
+
 def waiting(paths: StudyPaths) -> list[Path]:
     """Return the letters that lie in the inbox, oldest first."""
     return sorted(path for path in paths.inbox.glob("*.json") if path.is_file() and not path.name.startswith("."))

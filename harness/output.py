@@ -1,9 +1,10 @@
-"""Standard output of what runs all night: a terminal that was closed, or a dead `tee`, must not end a search."""
+"""Standard output with manners: what runs all night outlives its terminal, and pipes get no trailing blanks."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 from typing import TextIO, cast
 
 
@@ -16,25 +17,45 @@ def lasting(file: TextIO) -> TextIO:
     return cast("TextIO", _Lasting(file))  # writes are all that a console asks for
 
 
-class _Lasting(io.TextIOBase):
+def trimmed(file: TextIO) -> TextIO:
+    """Return a text file that leaves out the blanks before line ends, with which tables are filled up.
+
+    A line must be written at once, as rich does.
+    """
+    return cast("TextIO", _Trimmed(file))
+
+
+class _Through(io.TextIOBase):
+    """Passes everything on."""
+
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in the stubs
-        """That of the file."""
         return self._file.encoding
 
     def isatty(self) -> bool:
-        """Tell whether people look at it."""
         return self._file.isatty()
 
     def fileno(self) -> int:
-        """Return the file's descriptor."""
         return self._file.fileno()
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+class _Trimmed(_Through):
+    def write(self, text: str) -> int:
+        self._file.write(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE) if text.endswith("\n") else text)
+        return len(text)
+
+
+class _Lasting(_Through):
+    def write(self, text: str) -> int:
         try:
             return self._file.write(text)
         except OSError:
@@ -42,7 +63,6 @@ class _Lasting(io.TextIOBase):
             return len(text)
 
     def flush(self) -> None:
-        """Send on what can be sent on."""
         try:
             self._file.flush()
         except OSError:

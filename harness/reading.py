@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from harness.errors import BadInput
 from harness.locks import driver_lives
@@ -41,12 +41,15 @@ def chosen(name: str | None) -> StudyPaths:
     raise BadInput(f"which study? There are {', '.join(known)}")
 
 
-def console(file: IO[str] | None = None) -> Console:
+def console(file: TextIO | None = None) -> Console:
     """Return where people read (absent: standard output): no markup, what proposers and jobs wrote is data."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS
-    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+    from harness.output import trimmed
+
+    out = file or sys.stdout
+    width = None if out.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS
+    return Console(file=out if out.isatty() else trimmed(out), width=width, markup=False, highlight=False, emoji=False)
 
 
 def put(document: Any) -> None:

@@ -94,6 +94,7 @@ def test_tables_fit_the_terminal(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= int(columns)
     assert "…" not in out
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
 
 
 @pytest.mark.parametrize(

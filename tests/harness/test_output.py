@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import io
 import os
 
-from harness.output import lasting
+from harness.output import lasting, trimmed
 
 
 def test_writing_goes_on_where_nobody_reads() -> None:
@@ -18,3 +19,11 @@ def test_writing_goes_on_where_nobody_reads() -> None:
             out.write("lost\n" * 100_000)
             out.flush()
         assert (out.isatty(), out.encoding, out.fileno()) == (False, file.encoding, writer)
+
+
+def test_lines_end_with_their_last_word() -> None:
+    """Blanks within a line stay, also at its start; a line without an end is left alone."""
+    file = io.StringIO()
+    trimmed(file).write("  a  b  \n\n c\t \n")
+    trimmed(file).write("d ")
+    assert file.getvalue() == "  a  b\n\n c\nd "
