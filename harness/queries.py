@@ -38,6 +38,7 @@ from harness.records import (
 from harness.rows import (
     Configs,
     Event,
+    Sensed,
     StudyRow,
     event_value,
     point_value,
@@ -137,6 +138,11 @@ class Reader:
         if not rows:
             raise BadInput(f"trial {trial} has no scored documents")
         return unpack(rows[0]["nats"])
+
+    def sensors(self, trial: int) -> Sensed:
+        """Return what the device's sensors said near the end of a trial's training."""
+        rows = self._rows("SELECT device_celsius AS celsius, device_watts AS watts FROM trials WHERE id = ?", trial)
+        return Sensed(celsius=rows[0]["celsius"], watts=rows[0]["watts"])
 
     def _trials(self, where: str, *values: object, curves: bool) -> tuple[Trial, ...]:
         with self.snapshot():

@@ -110,12 +110,13 @@ def show(arguments: argparse.Namespace) -> int:
             _print(table.proposal(past, None if past.parent is None else nodes.get(past.parent)))
             return 0
         trial = _trial(reader, what)
+        sensors = reader.sensors(trial.id)
     if arguments.json:
-        put(documents.trial(trial))
+        put(documents.trial(trial) | {"device_celsius": sensors.celsius, "device_watts": sensors.watts})
     else:
         from harness.report import table
 
-        _print(table.trial(trial))
+        _print(table.trial(trial, sensors))
     return 0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Literal
 
 from scipy import stats
@@ -33,6 +33,7 @@ from harness.queries import Reader
 from harness.records import BASELINE, CurvePoint, Failed, Role, Scored, Standing, Trained, Trial, TrialState
 from harness.recovery import recover
 from harness.rows import Ending
+from harness.sensors import NOTHING, Sensors
 from harness.study import Study
 from harness.view import View
 
@@ -208,16 +209,19 @@ class Replay:
     ) -> Ending:
         """Train and score."""
         points: list[CurvePoint] = []
+        sensors, sensed = Sensors(self.study.device), NOTHING
 
         def on_point(point: CurvePoint) -> None:
+            nonlocal sensed
             points.append(point)
             self.view.point(number, point)
+            sensed = sensors.read()
 
         job = train_order(
             self.study, standing.config, seed=seed, budget=budget, folder=paths.train, resumable=resumable
         )
         trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
-        return replace(self._score(standing, paths, trained), curve=tuple(points))
+        return self._score(standing, paths, trained).observed(points, sensed)
 
     def _score(self, standing: Standing, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
         if isinstance(trained, Failed):
