@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.interrupts import Interrupts
+from harness.queries import Reader
 from harness.study import create
 
 PROGRAM = """
@@ -112,6 +113,28 @@ def test_what_is_done_or_ignored_stays_so(place: Path, number: signal.Signals, m
     done = signalled(place, number, moment, "status", "old", "--json", how=how)
     assert (done.returncode, done.stderr) == (0, "")
     assert '"study": "old"' in done.stdout
+
+
+@pytest.mark.process
+def test_a_signal_after_the_search(place: Path) -> None:
+    """While the result is put together the search is over, and its end is on record."""
+    done = signalled(place, signal.SIGHUP, "harness.report.page", "run", "old", "--hours", "1e-9")
+    assert (done.returncode, done.stderr) == (130, "overnight: interrupted by SIGHUP\n")
+    with Reader(place / "runs" / "old" / "ledger.db") as reader:
+        assert [event.kind for event in reader.events()] == ["run_began", "run_ended"]
+
+
+@pytest.mark.process
+def test_the_second_signal_of_a_search_ends_it_with_a_sentence() -> None:
+    """The owner who asks twice waits for nothing."""
+    program = (
+        "import signal, sys\nfrom harness.owner import Owner\n"
+        "with Owner(None, None, None).signals():\n"
+        "    signal.raise_signal(signal.SIGINT)\n    print('goes on', flush=True)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n    print('never', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "goes on\n", "overnight: interrupted by SIGTERM\n")
 
 
 def test_handlers_come_back() -> None:
