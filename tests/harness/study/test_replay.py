@@ -115,6 +115,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("turn", range(6))
 def test_a_full_run_goes_on_after_a_death(won: Night, turn: int) -> None:
     """Dying before any job leaves checkpoints in place, repeats no finished part, and counts every look."""
+    replay_of(won).reproduce()
     done = [0]
 
     def die(job: TrainJob | ScoreJob) -> Failed | None:
@@ -133,7 +134,7 @@ def test_a_full_run_goes_on_after_a_death(won: Night, turn: int) -> None:
     run = replay_of(won).full_run(LONG)
     assert run.best.val < run.baseline.val
     finals = [trial for trial in won.reader.trials() if trial.role is Role.FINAL and trial.score is not None]
-    assert len(finals) == 2
+    assert len(finals) == 3
     assert len(won.reader.events("holdout_score")) == 2
     assert len(won.reader.events("holdout_look")) == 2 + (turn in (2, 5))
     assert audit(won.study, won.reader) == []
