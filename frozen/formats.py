@@ -89,7 +89,7 @@ class Source:
 
     name: str
     path: Path
-    """A file, or a folder that is read recursively (hidden files and folders are left out)."""
+    """A file, or a folder that is read recursively (hidden files and folders are left out); may be a link itself."""
     format: Format = "auto"
     """``auto`` goes by suffix."""
 
@@ -138,7 +138,7 @@ def read(source: Source) -> Reading:
     reading = Reading()
     try:
         if source.path.is_dir():
-            for path in _files(source.path):
+            for path in _files(source.path, reading):
                 _read_file(source, path, path.relative_to(source.path).as_posix(), reading, chosen=False)
         elif source.path.is_file():
             _read_file(source, source.path, source.path.name, reading, chosen=True)
@@ -159,7 +159,7 @@ def readable_bytes(source: Source) -> int:
     try:
         if not source.path.is_dir():
             return source.path.stat().st_size
-        files = [path for path in _files(source.path) if _taken_as(source, path, chosen=False)]
+        files = [path for path in _files(source.path, Reading()) if _taken_as(source, path, chosen=False)]
         return sum(path.stat().st_size for path in files)
     except OSError as error:
         raise SourceError(
@@ -167,18 +167,38 @@ def readable_bytes(source: Source) -> int:
         ) from error
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield regular files in a fixed order; links to folders are not followed, so there are no loops."""
+def _files(folder: Path, reading: Reading) -> Iterator[Path]:
+    """Yield regular files in a fixed order, and note the links that lead nowhere or out of the folder.
+
+    What lies outside is not what its owner named: it may be half a disk, or the held-out text of another study. Links
+    to files within are read like the files that they stand for; links to folders are never entered, so nothing loops,
+    and what they lead to within is read in its own place.
+    """
+    border = os.path.realpath(folder)
 
     def fail(error: OSError) -> None:
         raise error
 
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(name for name in folders if _is_looked_into(Path(root, name)))
-        for name in sorted(names):
+        for name in sorted([*names, *(name for name in folders if Path(root, name).is_symlink())]):
             path = Path(root, name)
-            if not name.startswith(".") and path.is_file():
+            if name.startswith("."):
+                continue
+            fault = _fault_of_link(path, border) if path.is_symlink() else None
+            if fault is not None:
+                reading.reject(path.relative_to(folder).as_posix(), fault, malformed=False)
+            elif path.is_file():
                 yield path
+
+
+def _fault_of_link(path: Path, border: str) -> str | None:
+    if not path.exists():
+        return "a link that leads nowhere"
+    target = os.path.realpath(path)
+    return (
+        None if os.path.commonpath((border, target)) == border else f"a link that leads out of the folder, to {target}"
+    )
 
 
 def _read_file(source: Source, path: Path, where: str, reading: Reading, *, chosen: bool) -> None:

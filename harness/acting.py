@@ -9,6 +9,7 @@ import argparse
 import datetime
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from harness.queries import Reader
 from harness.reading import chosen, console, put
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from frozen.timer import Budget
     from harness.ablation import Step
     from harness.fullrun import FullRun, Reproduction
@@ -79,15 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Search until a total is reached or the owner ends it; then show what came of it."""
     from harness import notify
     from harness.live import screen
+    from harness.output import lasting
     from harness.search import search
 
-    out = console()
+    out = console(lasting(sys.stdout))
     study, is_demo = _study_to_run(arguments.study)
     limits = _limits(arguments, study, is_demo=is_demo)
     notify.check(study.file.notify.urls)
     with screen(out, study.paths, limits, plain=arguments.plain) as view:
         stopped = search(study, limits=limits, agent=_agent(arguments, study), cold=arguments.cold, view=view)
-    said = _show_result(study.paths)
+    said = _show_result(study.paths, out)
     ended = f"{study.paths.name}: {stopped.reason}"
     if not notify.tell(study.file.notify.urls, title=ended, text=said):
         out.print("Not every address of [notify] urls in study.toml could be told.")
@@ -141,12 +145,11 @@ def next_moment(clock: str, now: datetime.datetime) -> datetime.datetime:
     return moment if moment > now else moment + datetime.timedelta(days=1)
 
 
-def _show_result(paths: StudyPaths) -> str:
+def _show_result(paths: StudyPaths, out: Console) -> str:
     """Print the ledger, the best lineage and where the report lies; return the answer in one sentence."""
     from harness.report import summary, table
     from harness.report.page import write_report
 
-    out = console()
     with Reader(paths.ledger) as reader:
         facts = summary.gather(reader, driver_lives=False)
         write_report(paths, reader, paths.report_html, driver_lives=False)
@@ -228,9 +231,10 @@ def replay(arguments: argparse.Namespace) -> int:
     """Reproduce the incumbent, or train it as a full run beside the baseline."""
     from harness import study
     from harness.live import screen
+    from harness.output import lasting
     from harness.replay import replay as replayed
 
-    out = console()
+    out = console(lasting(sys.stdout))
     made = study.load(chosen(arguments.study).root)
     budget = _full_budget(arguments, made)
     with screen(out, made.paths, Limits(), plain=False) as view:

@@ -14,9 +14,10 @@ from functools import partial
 from itertools import zip_longest
 
 from frozen.tokens import EncodedSplit
-from harness import evidence, invariants
+from harness import evidence, invariants, journal
 from harness.fullrun import FULL_RUN_REPLICATE
 from harness.queries import Reader
+from harness.seal import tool_version
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED, is_truthful
 
@@ -35,11 +36,17 @@ def audit(study: Study, reader: Reader) -> list[str]:
     return reader.check(partial(_all, study, folders))
 
 
+def judges_again(study: Study) -> bool:
+    """Tell whether decisions can be held against the rules: only the version that made them knows these."""
+    return study.seal.manifest.tool == tool_version()
+
+
 def _all(study: Study, folders: Collection[int], connection: sqlite3.Connection) -> list[str]:
     found = invariants.broken(connection)
     if found and invariants.damage(connection):
         return found  # its rows are not what the checks below take them for
-    found += evidence.contradicted(connection)
+    found += evidence.contradicted(connection, study.policy.judge if judges_again(study) else None)
+    found += journal.contradicted(connection, FULL_RUN_REPLICATE)
     for check in (_study, _seeds, _orders, _baseline, _scored, _full_runs, _tools):
         found += check(study, connection)
     return [*found, *_folders(connection, folders)]
@@ -136,11 +143,7 @@ def _scored(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _full_runs(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
-    """Check that a search is on record where there are trials, and a look at the holdout where there is a card."""
-    drivers = connection.execute("SELECT count(*) FROM events WHERE kind = 'run_began'").fetchone()[0]
-    for row in connection.execute("SELECT id, role FROM trials WHERE role <> 'final' ORDER BY id LIMIT 1"):
-        if not drivers:
-            yield f"trial {row['id']} has the role {row['role']}, but no event says that a search began"
+    """Check that a look at the holdout is on record where a model has its card."""
     for row in connection.execute(
         "SELECT id, budget, config_digest, seal, (SELECT count(*) FROM events"
         " WHERE kind = 'holdout_score' AND json_extract(data, '$.trial') = trials.id) AS looks"

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.errors import OvernightError
+from harness.interrupts import INTERRUPTED, Interrupts, sentence
 
-INTERRUPTED = 130
 COMMANDS = (
     *("init", "run", "propose", "pause", "resume", "stop"),
     *("status", "ledger", "lineage", "show", "compare"),
@@ -38,8 +38,17 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; every foreseen error is one sentence on stderr."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code; every foreseen error and every signal is one sentence on stderr.
+
+    Without ``argv`` this is the whole program: after its work signals change nothing any more.
+    """
+    with Interrupts(last=argv is None) as interrupts:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    assert interrupts.came is not None
+    return _fail(sentence(interrupts.came), INTERRUPTED)
+
+
+def _run(words: Sequence[str]) -> int:
     known = parser()
     if words and (nearest := _mistyped(words[0])) is not None:
         return _fail(f"there is no command {words[0]!r}{nearest} (`overnight --help` shows what there is)", 2)
@@ -50,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OvernightError as error:
         return _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
     except SyntaxError as error:  # a module of ours was changed so that it cannot even be imported
         return _fail(f"{error.filename}, line {error.lineno}, does not parse: the program has changed", 1)
     except BrokenPipeError:  # `overnight ledger | head`: the reader has seen enough

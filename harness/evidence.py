@@ -1,27 +1,37 @@
-"""Holds the numbers of every verdict against the scores that the judge had before it.
+"""Holds every verdict against the rows that the judge had before it: its numbers, its decision and its checkpoint.
 
 What counts for a config changes with every later trial, so a verdict can only be held against the rows of its own
 time. Their order is that of the trials' numbers, not of the clock, which may have been set back: a proposal is walked
-to its verdict before the next one starts. Only a canary of the baseline can lie on either side of a verdict; both are
-tried. The arithmetic is checked, not the decision: a later version may judge more strictly without any row being wrong.
+to its verdict before the next one starts. Only a control or a canary can lie on either side of a verdict; all places
+are tried. The decision is that of `harness.walk` over these rows, so it can only be asked of the version that decided:
+a later one may judge more strictly without any row being wrong. The sentence beside a decision is for people and is not
+compared.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from scipy import special
+
 from harness.noise import pool_noise
+from harness.records import JudgeRules, Past, ProposalState, Standing, Verdict
+from harness.rows import Configs, proposal_value, trial_value
+from harness.walk import Repair, Run, failed_replicates, next_step
 
 TOLERANCE = 1e-9
 """Of numbers that come from the same float64 arithmetic, relative and absolute: differences of scores cancel."""
 QUANTILE_TOLERANCE = 1e-6
 """Of probabilities: they come from scipy, whose versions may differ in the last digits."""
-WALKED = ("screen", "repair", "replicate", "control")
-"""Roles of trials that belong to a proposal's walk; a full run or a canary may come at any time."""
+WALKED = ("screen", "repair", "replicate")
+"""Roles of trials that belong to a proposal's walk; controls and canaries come between or beside walks."""
+UNCOUNTED = ("reference", "final")
+"""Roles of trials that are not the search's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,64 +53,178 @@ class Numbers:
         )
 
 
-def contradicted(connection: sqlite3.Connection) -> list[str]:
-    """Return one sentence per verdict that its scores do not give; rows must be `sqlite3.Row`, the schema ours."""
-    trials = connection.execute("SELECT * FROM trials ORDER BY id").fetchall()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The rows as they stood when a proposal was decided."""
+
+    trials: Sequence[sqlite3.Row]
+    proposals: Sequence[sqlite3.Row]
+    lineage: Sequence[sqlite3.Row]
+    budget: str
+
+    @property
+    def epoch(self) -> int:
+        """The machine's epoch."""
+        return max(int(trial["epoch"]) for trial in self.trials)
+
+    def counted(self) -> dict[str, dict[int, float]]:
+        """Return the scores that count, by config and replicate: the view ``counted_scores`` of that moment."""
+        groups: dict[str, dict[int, float]] = defaultdict(dict)
+        for trial in self.trials:
+            counts = trial["state"] == "scored" and trial["role"] not in UNCOUNTED
+            confirms = trial["proposal"] is None or trial["replicate"] > 0
+            if counts and confirms and (trial["epoch"], trial["budget"]) == (self.epoch, self.budget):
+                groups[trial["config_digest"]][trial["replicate"]] = trial["score"]
+        return groups
+
+
+def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None) -> list[str]:
+    """Return one sentence per verdict that its rows do not give; rows must be `sqlite3.Row`, the schema ours.
+
+    ``rules`` are those that the study was judged by; None: by another version's, so that only the numbers are checked.
+    """
     study = connection.execute("SELECT budget FROM study").fetchone()
     if study is None:
         return []  # `harness.invariants` says so
-    nodes = {row["node"]: row["config_digest"] for row in connection.execute("SELECT * FROM lineage ORDER BY position")}
-    found: list[str] = []
+    now = Moment(
+        trials=connection.execute("SELECT * FROM trials ORDER BY id").fetchall(),
+        proposals=connection.execute("SELECT * FROM proposals ORDER BY number").fetchall(),
+        lineage=connection.execute("SELECT * FROM lineage ORDER BY position").fetchall(),
+        budget=study["budget"],
+    )
+    found = [sentence for node in now.lineage[:1] for sentence in _standing(node, now.trials)]
     for row in connection.execute(
         "SELECT v.*, p.config_digest FROM verdicts v JOIN proposals p ON p.number = v.proposal ORDER BY v.proposal"
     ):
-        found += _verdict(row, trials, study["budget"], nodes)
+        found += _verdict(row, now, rules)
     return found
 
 
-def _verdict(row: sqlite3.Row, trials: Sequence[sqlite3.Row], budget: str, nodes: dict[int, str]) -> Iterator[str]:
+def _standing(node: sqlite3.Row, trials: Sequence[sqlite3.Row]) -> Iterator[str]:
+    """Check that a node stands on its first trial that counts, not on its luckiest."""
+    own = [
+        trial
+        for trial in trials
+        if (trial["config_digest"], trial["proposal"]) == (node["config_digest"], node["proposal"])
+        and trial["state"] == "scored"
+        and trial["role"] not in UNCOUNTED
+        and (trial["proposal"] is None or trial["replicate"] > 0)
+    ]
+    first = min(own, key=lambda trial: trial["id"] if node["proposal"] is None else trial["replicate"], default=None)
+    if first is not None and first["id"] != node["trial"]:
+        yield f"node {node['node']} stands on trial {node['trial']}, but the first that counts is trial {first['id']}"
+
+
+def _verdict(row: sqlite3.Row, now: Moment, rules: JudgeRules | None) -> Iterator[str]:
     number = row["proposal"]
-    incumbent = max((node for node in nodes if node < number), default=None)
+    incumbent = max((node["node"] for node in now.lineage if node["node"] < number), default=None)
     if incumbent is None or incumbent != row["against"]:
         yield f"the verdict on proposal {number} is against node {row['against']}, but the incumbent was {incumbent}"
         return
-    later = (t["id"] for t in trials if t["role"] in WALKED and t["proposal"] is not None and t["proposal"] > number)
-    end = min(later, default=len(trials) + 1)
-    before = [t for t in trials if t["id"] < end]
-    own = [t["id"] for t in before if t["role"] in WALKED and t["proposal"] == number]
-    if not own:
+    moments = _moments(number, now)
+    if not moments:
         yield f"proposal {number} was {row['decision']}, but none of its trials is there"
         return
-    walked = max(t["id"] for t in before if t["role"] in WALKED)
-    said = Numbers(
-        difference=row["difference"],
-        standard_error=row["standard_error"],
-        probability=row["probability"],
-        replicates=row["replicates"],
-    )
-    possible = [
-        _numbers([t for t in before if t["id"] <= last], row["config_digest"], nodes[incumbent], budget)
-        for last in [walked, *(t["id"] for t in before if t["id"] > walked)]
-    ]
+    for node in now.lineage:
+        if node["node"] == number:
+            yield from _standing(node, moments[0].trials)
+    said = Numbers(**{name: row[name] for name in ("difference", "standard_error", "probability", "replicates")})
+    possible = [_numbers(moment, row["config_digest"]) for moment in moments]
     if said.difference is None:
         possible = [
             Numbers(difference=None, standard_error=None, probability=None, replicates=p.replicates) for p in possible
         ]
-    if not any(said.agrees(numbers) for numbers in possible):
+    fitting = [moment for moment, numbers in zip(moments, possible, strict=True) if said.agrees(numbers)]
+    if not fitting:
         yield f"the verdict on proposal {number} says {_text(said)}, but its scores give {_text(possible[0])}"
+    elif rules is not None:
+        steps = [_step(number, moment, rules) for moment in fitting]
+        if row["decision"] not in steps:
+            said_now = _told(number, steps[0])
+            yield f"proposal {number} was {row['decision']}, but by the rules and its trials it {said_now}"
 
 
-def _numbers(trials: Sequence[sqlite3.Row], candidate: str, incumbent: str, budget: str) -> Numbers:
-    """Return what the judge computes of these trials, see `harness.judge`; the candidate's screening left out."""
-    from scipy import special  # slow to import, and whoever only reads a ledger needs no quantiles
+def _moments(number: int, now: Moment) -> list[Moment]:
+    """Return the moments at which a proposal can have been decided: after its walk, before the next one."""
+    later = (t["id"] for t in now.trials if t["role"] in WALKED and (t["proposal"] or 0) > number)
+    end = min(later, default=len(now.trials) + 1)
+    before = [t for t in now.trials if t["id"] < end]
+    if not any(t["role"] in WALKED and t["proposal"] == number for t in before):
+        return []
+    walked = max(t["id"] for t in before if t["role"] in WALKED)
+    return [
+        Moment(
+            trials=[t for t in before if t["id"] <= last],
+            proposals=[p for p in now.proposals if p["number"] <= number],
+            lineage=[node for node in now.lineage if node["node"] < number],
+            budget=now.budget,
+        )
+        for last in [walked, *(t["id"] for t in before if t["id"] > walked)]
+    ]
 
-    epoch = max(t["epoch"] for t in trials)
-    groups: dict[str, list[float]] = defaultdict(list)
-    for trial in trials:
-        counts = trial["state"] == "scored" and trial["role"] not in ("reference", "final")
-        confirms = trial["proposal"] is None or trial["replicate"] > 0
-        if counts and confirms and (trial["epoch"], trial["budget"]) == (epoch, budget):
-            groups[trial["config_digest"]].append(trial["score"])
+
+def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
+    """Return what the walk does at this moment: a decision, or what it needs first."""
+    configs, proposal, node = Configs(), moment.proposals[-1], moment.lineage[-1]
+    counted = moment.counted()
+    noise = pool_noise([list(scores.values()) for scores in counted.values()])
+    if noise is None or not counted.get(node["config_digest"]):
+        return "undecidable"
+    trials = [trial_value(row, configs, ()) for row in moment.trials]
+    past = Past(
+        number=number,
+        proposal=proposal_value(proposal),
+        state=ProposalState.RUNNING,
+        reason=None,
+        parent=proposal["parent"],
+        config=configs.value(proposal["config"]),
+        verdict=None,
+        trials=tuple(trial for trial in trials if trial.proposal == number),
+    )
+    incumbent = Standing(
+        node=node["node"],
+        parent=node["parent"],
+        diff=json.loads(node["diff"]),
+        config=configs.value(node["config"]),
+        scores=counted[node["config_digest"]],
+        trial=node["trial"],
+    )
+    beside = [
+        trial
+        for trial in trials
+        if (trial.config, trial.epoch, trial.budget) == (incumbent.config, moment.epoch, moment.budget)
+        and trial.role.value not in UNCOUNTED
+    ]
+    started = [row["config_digest"] for row in (*moment.trials, *moment.proposals, *moment.lineage)]
+    step = next_step(
+        past,
+        incumbent,
+        noise,
+        rules,
+        epoch=moment.epoch,
+        known={digest for digest in started if digest is not None},
+        incumbent_failed=failed_replicates(beside),
+    )
+    return step.decision.value if isinstance(step, Verdict) else step
+
+
+def _told(number: int, step: str | Run | Repair) -> str:
+    match step:
+        case "undecidable":
+            return "has nothing to be compared with"
+        case str():
+            return f"is {step}"
+        case Run():
+            whose = "its own" if step.proposal == number else "the incumbent's"
+            return f"needs another run first, {whose} replicate {step.replicate}"
+        case Repair():
+            return "is to be repaired first"
+
+
+def _numbers(moment: Moment, candidate: str) -> Numbers:
+    """Return what the judge computes at this moment, see `harness.judge`; the candidate's screening left out."""
+    groups = {digest: list(scores.values()) for digest, scores in moment.counted().items()}
+    incumbent = moment.lineage[-1]["config_digest"]
     ours, theirs, noise = groups.get(candidate, []), groups.get(incumbent, []), pool_noise(groups.values())
     if not ours or not theirs or noise is None:
         return Numbers(difference=None, standard_error=None, probability=None, replicates=len(ours))

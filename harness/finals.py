@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 
 from frozen.timer import Budget
 from harness import checkpoints
@@ -17,6 +16,7 @@ from harness.paths import ReplayPaths
 from harness.queries import Reader
 from harness.records import CurvePoint, Failed, Role, Scored, Trained, Trial, TrialState
 from harness.rows import Ending
+from harness.sensors import NOTHING, Sensors
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED, Tool, tool_of
 from harness.view import View
@@ -93,14 +93,17 @@ class FinalRunner:
     ) -> Ending:
         """Train and score."""
         points: list[CurvePoint] = []
+        sensors, sensed = Sensors(self.study.device), NOTHING
 
         def on_point(point: CurvePoint) -> None:
+            nonlocal sensed
             points.append(point)
             self.view.point(number, point)
+            sensed = sensors.read()
 
         job = train_order(self.study, config, seed=seed, budget=budget, folder=paths.train, resumable=resumable)
         trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
-        return replace(self._score(config, paths, trained), curve=tuple(points))
+        return self._score(config, paths, trained).observed(points, sensed)
 
     def _score(self, config: TrialConfig, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
         if isinstance(trained, Failed):

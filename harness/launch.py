@@ -1,10 +1,8 @@
 """Start a job, own its clock, kill its whole process tree, read its result.
 
-The driver's side of ``harness.jobs.nursery``. The driver alone decides how long a job may take (its own monotonic
-clock; nothing that a job does to time matters), and it believes only what arrives on the pipe that it made, and of that
-only the kind of result that the order can have. Whatever ends the driver closes its sockets, and the closed socket ends
-the job: there is no state to clean up. What survives even that (a kernel without pid namespaces, a killed warden)
-carries the study's mark in its environment and is found by `sweep`.
+The driver alone decides how long a job may take (its own monotonic clock; nothing that a job does to time matters), and
+it believes only what arrives on the pipe that it made, and of that only the kind of result that the order can have.
+Whatever ends the driver closes its sockets, and the closed socket ends the job: there is no state to clean up.
 """
 
 from __future__ import annotations
@@ -14,60 +12,30 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from pydantic import ValidationError
 
-import frozen
-import harness
 from harness import processes
-from harness.errors import CannotStart, SealBroken
+from harness.errors import CannotStart
 from harness.jobs.job import Job, TrainJob
-from harness.jobs.nursery import Hello, Notice, Order
+from harness.jobs.nursery import Notice, Order
 from harness.jobs.report import Line
 from harness.jobs.sandbox import Tier
 from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
-
-MARK = "OVERNIGHT_STUDY"
-_OWN_MARK = "OVERNIGHT_NURSERY"
-
-_PASSED_ON = (
-    "PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT",
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH",
-    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
-)  # fmt: skip
-_SET = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # with spinning OpenMP threads a busy machine is ten times slower
-    "GOMP_SPINCOUNT": "0",
-    "OPENBLAS_NUM_THREADS": "1",  # numpy would start threads on import, and threads do not survive a fork
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "PYTHONHASHSEED": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it matrix products on a GPU do not repeat
-}
+from harness.warm import CHUNK, START_SECONDS, Nursery
 
 _ATTEMPTS = 2
 """Of starting one job: a nursery that is killed before the job began costs nothing but its imports."""
 _POLL_SECONDS = 0.1
-_START_SECONDS = 300.0
-"""For the imports: seconds on a quiet machine, far more from a cold disk on a busy one."""
 _GRACE_SECONDS = 20.0
 """From asking the warden to kill until the nursery itself is killed."""
-_CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 27
-_TAIL_BYTES = 2000
 
 Result = Trained | Scored | Failed
 
@@ -88,11 +56,15 @@ class Launcher:
         self._cold = cold
         self._threads = threads
         self._command = command
-        self._nursery: _Nursery | None = None
+        self._nursery: Nursery | None = None
         self._tier: Tier | None = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # a signal while the nursery is waited for
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -117,7 +89,7 @@ class Launcher:
         if self._nursery is not None and self._nursery.process.poll() is None:
             return
         self._drop_nursery()
-        self._nursery = _Nursery(self._bytecode, self._mark, self._threads, self._command)
+        self._nursery = Nursery(self._bytecode, self._mark, self._threads, self._command)
         self._tier = self._nursery.greet()
 
     def close(self) -> None:
@@ -169,72 +141,6 @@ def _never() -> bool:
     return False
 
 
-class _Nursery:
-    """One running nursery and the socket to it."""
-
-    def __init__(self, bytecode: Path, mark: str, threads: int, command: Sequence[str] | None) -> None:
-        bytecode.mkdir(parents=True, exist_ok=True)
-        self._own_mark = uuid4().hex
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the nursery
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        default = [sys.executable, "-I", "-X", f"pycache_prefix={bytecode.resolve()}", "-m", "harness.jobs.nursery"]
-        with theirs:
-            self.process = subprocess.Popen(
-                [*(command or default), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._words,
-                stderr=self._words,
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                env=environment(os.environ, mark, threads) | {_OWN_MARK: self._own_mark},
-                start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
-            )
-
-    def greet(self) -> Tier:
-        """Wait for the first message; refuse a nursery whose code is not this driver's."""
-        self.channel.settimeout(_START_SECONDS)
-        try:
-            message = self.channel.recv(_CHUNK)
-        except TimeoutError:
-            message = b""
-        if not message:
-            words = self.last_words()
-            self.end(sweep=True)
-            raise CannotStart(f"the process that starts jobs ended before it spoke: {words}")
-        hello = Hello.model_validate_json(message)
-        for package, theirs in ((frozen, hello.frozen), (harness, hello.harness)):
-            ours = Path(str(package.__file__)).resolve().parent
-            if theirs != ours:
-                self.end(sweep=True)
-                raise SealBroken(f"jobs would import {package.__name__} from {theirs}, the driver uses {ours}")
-        return hello.tier
-
-    def last_words(self) -> str:
-        """Return the end of what it wrote, to explain why it died."""
-        size = self._words.seek(0, os.SEEK_END)
-        self._words.seek(max(0, size - _TAIL_BYTES))
-        lines = self._words.read().decode(errors="replace").strip().splitlines()
-        return " / ".join(lines[-3:]) if lines else f"no output, exit status {self.process.poll()}"
-
-    def end(self, *, sweep: bool) -> None:
-        """Kill it: between jobs it has nothing to lose, and its imports are not waited for.
-
-        ``sweep`` kills all that carries its mark as well, for when a job's warden can no longer do that.
-        """
-        self.channel.close()
-        self.process.kill()
-        self.process.wait()
-        if sweep:
-            processes.sweep(f"{_OWN_MARK}={self._own_mark}")
-        self._words.close()
-
-
-def environment(inherited: Mapping[str, str], mark: str, threads: int) -> dict[str, str]:
-    """Return the environment of all job processes: an allow-list, so that no key of the owner's is ever in it."""
-    passed = {name: inherited[name] for name in _PASSED_ON if name in inherited}
-    return passed | _SET | {"OMP_NUM_THREADS": str(threads), MARK: mark}
-
-
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +148,7 @@ def environment(inherited: Mapping[str, str], mark: str, threads: int) -> dict[s
 class _Run:
     """One job from its order to its end."""
 
-    nursery: _Nursery
+    nursery: Nursery
     order: Order
     log: Path
     began: float | None = None
@@ -267,7 +173,7 @@ class _Run:
         os.set_blocking(self._report, False)
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         message = self.order.model_dump_json().encode()
-        self.nursery.channel.settimeout(_START_SECONDS)
+        self.nursery.channel.settimeout(START_SECONDS)
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `follow` finds the socket closed
                 socket.send_fds(self.nursery.channel, [message], [control.fileno(), report, log])
@@ -315,8 +221,8 @@ class _Run:
             self._kill(TrialState.CRASHED)
         elif self.began is not None and now - self.began > deadline_seconds:
             self._kill(TrialState.TIMED_OUT)
-        elif self.began is None and now - asked > _START_SECONDS:
-            raise CannotStart(f"no job started within {_START_SECONDS:.0f} s: {self.nursery.last_words()}")
+        elif self.began is None and now - asked > START_SECONDS:
+            raise CannotStart(f"no job started within {START_SECONDS:.0f} s: {self.nursery.last_words()}")
 
     def _kill(self, reason: TrialState) -> None:
         """Ask the warden to kill everything. If no job has begun, the order may still lie in the nursery's socket."""
@@ -332,13 +238,13 @@ class _Run:
         self._kill(TrialState.INTERRUPTED)
         self._control.settimeout(_GRACE_SECONDS)
         with contextlib.suppress(TimeoutError, ConnectionResetError):
-            while self._control.recv(_CHUNK):
+            while self._control.recv(CHUNK):
                 pass
 
     def _take_notices(self) -> bool:
         """Read what the warden wrote; False when it has closed its end."""
         try:
-            data = self._control.recv(_CHUNK)
+            data = self._control.recv(CHUNK)
         except ConnectionResetError:
             data = b""
         for line in self._lines(self._control.fileno(), data):
@@ -353,7 +259,7 @@ class _Run:
         """Read what the job reported so far; False when no writer is left."""
         while True:
             try:
-                data = os.read(self._report, _CHUNK)
+                data = os.read(self._report, CHUNK)
             except BlockingIOError:
                 return True
             if not data:
@@ -425,11 +331,3 @@ class _Run:
             return TrialState.CRASHED, name, f"the job was ended by {name}; its log says more"
         text = f"the job ended with status {self.exit.status} and without a valid result; its log says more"
         return TrialState.CRASHED, "NoResult", text
-
-
-def sweep(mark: str) -> int:
-    """Kill every process that carries the study's mark in its environment; return how many there were.
-
-    For the start of a run, when no launcher of this study is alive.
-    """
-    return processes.sweep(f"{MARK}={mark}")

@@ -6,7 +6,6 @@ there before anything happens.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,14 +15,12 @@ from types import FrameType
 from typing import assert_never
 
 from harness import inbox
+from harness.interrupts import INTERRUPTED, leave, listened_to, sentence
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
 from harness.view import View
 
 PAUSE_POLL_SECONDS = 0.5
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-INTERRUPTED = 130
-"""Exit code of a driver that a signal ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +94,10 @@ class Owner:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._end is not None:
-                os._exit(INTERRUPTED)
-            self._end = Stopped(reason=f"interrupted by {signal.Signals(number).name}", exit_code=INTERRUPTED)
+                leave(number)
+            self._end = Stopped(reason=sentence(number), exit_code=INTERRUPTED)
 
-        before = [(number, signal.signal(number, handle)) for number in SIGNALS]
+        before = [(number, signal.signal(number, handle)) for number in listened_to()]
         try:
             yield
         finally:

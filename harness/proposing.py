@@ -21,6 +21,9 @@ from harness.queries import Reader
 from harness.records import BASELINE, AbortIf, Proposal
 from harness.study import Study
 
+LONGEST_WORDS = 2_000
+"""Characters of a reason: it is shown whole, to people and to language models."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
@@ -82,11 +85,14 @@ def _proposal(study: Study, wish: Wish) -> Proposal:
     source = outsider(wish.source)
     if not wish.why.strip():
         raise BadValue("the reason is empty: the ledger keeps one for every proposal")
+    watch = wish.watch or "; ".join(study.policy.knobs[name].watch for name in wish.diff if name in study.policy.knobs)
+    for what, text in (("the reason", wish.why), ("what to watch", watch)):
+        if len(text) > LONGEST_WORDS:
+            raise BadValue(f"{what} has {len(text)} characters: say it in at most {LONGEST_WORDS}")
     if (wish.abort_above is None) != (wish.abort_after is None):
         raise BadValue(
             "to end a hopeless run early takes both: a probe score, and the share of the budget from which it counts"
         )
-    knobs = study.policy.knobs
     try:
         abort_if = None
         if wish.abort_above is not None and wish.abort_after is not None:
@@ -95,7 +101,7 @@ def _proposal(study: Study, wish: Wish) -> Proposal:
             diff=dict(wish.diff),
             source=source,
             rationale=wish.why,
-            watch=wish.watch or "; ".join(knobs[name].watch for name in wish.diff if name in knobs),
+            watch=watch,
             parent=wish.parent,
             predicted_change=wish.predicted_change,
             confidence=wish.confidence,

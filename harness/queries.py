@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import sqlite3
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +41,7 @@ from harness.rows import (
     Configs,
     Ended,
     Event,
+    Sensed,
     StudyRow,
     call_value,
     event_value,
@@ -148,6 +152,11 @@ class Reader:
         if not rows:
             raise BadInput(f"trial {trial} has no scored documents")
         return unpack(rows[0]["nats"])
+
+    def sensors(self, trial: int) -> Sensed:
+        """Return what the device's sensors said near the end of a trial's training."""
+        rows = self._rows("SELECT device_celsius AS celsius, device_watts AS watts FROM trials WHERE id = ?", trial)
+        return Sensed(celsius=rows[0]["celsius"], watts=rows[0]["watts"])
 
     def _trials(self, where: str, *values: object, curves: bool) -> tuple[Trial, ...]:
         with self.snapshot():
@@ -346,17 +355,21 @@ class Reader:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open read-only; from a read-only folder as an immutable file, an older schema as a migrated copy in memory."""
+    """Open read-only; an older schema as a migrated copy in memory.
+
+    In a folder that we cannot write SQLite cannot make its -shm file. A ledger that was closed cleanly is then opened
+    as an immutable file; one whose driver died is read from a copy, because its last changes are still in the -wal.
+    """
     address = path.absolute().as_uri() + "?mode=ro"
     connection = _connect(address)
     try:
         found = version(connection)
     except sqlite3.OperationalError:
         connection.close()
-        if path.with_name(path.name + "-wal").exists():
+        if os.access(path.parent, os.W_OK):
             raise
-        # A cleanly closed WAL database in a folder that we cannot write: SQLite wants to make its -shm file there.
-        connection = _connect(address + "&immutable=1")
+        left = path.with_name(path.name + "-wal")
+        connection = _copy(path, left) if left.exists() else _connect(address + "&immutable=1")
         found = version(connection)
     except BaseException:
         connection.close()
@@ -369,6 +382,20 @@ def _open(path: Path) -> sqlite3.Connection:
         return copy
     connection.execute("PRAGMA query_only = ON")
     return connection
+
+
+def _copy(ledger: Path, wal: Path) -> sqlite3.Connection:
+    """Return what a ledger and its write-ahead log hold together, in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (ledger, wal):
+            shutil.copyfile(file, Path(folder, file.name))
+        both = _connect(Path(folder, ledger.name).as_uri())
+        try:
+            memory = _connect(":memory:")
+            both.backup(memory)
+        finally:
+            both.close()
+    return memory
 
 
 def _connect(address: str) -> sqlite3.Connection:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from harness.errors import BadInput
 from harness.locks import driver_lives
@@ -41,12 +41,15 @@ def chosen(name: str | None) -> StudyPaths:
     raise BadInput(f"which study? There are {', '.join(known)}")
 
 
-def console() -> Console:
-    """Return where people read: no markup, because what proposers and jobs wrote is data."""
+def console(file: TextIO | None = None) -> Console:
+    """Return where people read (absent: standard output): no markup, what proposers and jobs wrote is data."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    from harness.output import trimmed
+
+    out = file or sys.stdout
+    width = None if out.isatty() or "COLUMNS" in os.environ else PIPED_COLUMNS
+    return Console(file=out if out.isatty() else trimmed(out), width=width, markup=False, highlight=False, emoji=False)
 
 
 def put(document: Any) -> None:
@@ -113,12 +116,13 @@ def show(arguments: argparse.Namespace) -> int:
             _print(table.proposal(past, None if past.parent is None else nodes.get(past.parent), taken_out))
             return 0
         trial = named_trial(reader, what)
+        sensors = reader.sensors(trial.id)
     if arguments.json:
-        put(documents.trial(trial))
+        put(documents.trial(trial) | {"device_celsius": sensors.celsius, "device_watts": sensors.watts})
     else:
         from harness.report import table
 
-        _print(table.trial(trial))
+        _print(table.trial(trial, sensors))
     return 0
 
 

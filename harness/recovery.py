@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from harness.launch import sweep
 from harness.ledger import Ledger
 from harness.queries import Reader
 from harness.records import Failed, TrialState
 from harness.rows import Ending
 from harness.walk import DRIVER_DIED
+from harness.warm import sweep
 
 
 def recover(mark: str, ledger: Ledger, reader: Reader) -> None:

@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import asdict, fields
-from types import FrameType
 from typing import Literal
 
 from scipy import stats
@@ -290,12 +287,12 @@ def replay(study: Study, budget: Budget | None, view: View, *, ablate: bool = Fa
     The driver's lock is held throughout.
 
     `CheckFailed`: the winner does not reproduce, or a run failed. `SealBroken`: something sealed has changed that no
-    upgrade of the tool explains. `StoppedEarly`: the disk is too full.
+    upgrade of the tool explains. `StoppedEarly`: the disk is too full. A `KeyboardInterrupt` (the command line makes
+    every signal one) closes the trial's row, and its checkpoints stay.
     """
     with (
         driver_lock(study.paths),
         device_lock(study.device),
-        _signals_interrupt(),
         Ledger.open(study.paths.ledger) as ledger,
         Reader(study.paths.ledger) as reader,
     ):
@@ -321,21 +318,6 @@ def budget_of_epochs(study: Study, epochs: float) -> Budget:
     """
     split = EncodedSplit.load(study.paths.split("train"))
     return Budget("tokens", float(math.ceil(epochs * (len(split.tokens) + split.documents))))
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a replay like Ctrl-C: the row is closed and the checkpoints stay."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _must_be_scored(trial: Trial, paths: ReplayPaths) -> None:

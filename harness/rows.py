@@ -11,7 +11,7 @@ import math
 import sqlite3
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from harness.config import TrialConfig, unflatten
@@ -117,6 +117,14 @@ class Spent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sensed:
+    """What a device's sensors said; None where they cannot be read."""
+
+    celsius: float | None
+    watts: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
     """How a trial ended: scored, or failed with a reason. Build it with `of_scored` or `of_failed`."""
 
@@ -144,6 +152,10 @@ class Ending:
             if self.checkpoint_digest is not None or self.perplexity is not None:
                 raise ValueError("a failed trial has neither perplexity nor checkpoint")
 
+    def observed(self, points: Sequence[CurvePoint], sensed: Sensed) -> Self:
+        """Return the same ending with what the driver saw on the way: the curve, and the device's sensors."""
+        return replace(self, curve=tuple(points), device_celsius=sensed.celsius, device_watts=sensed.watts)
+
     @property
     def state(self) -> TrialState:
         """The state of the closed row."""
@@ -157,8 +169,6 @@ class Ending:
         scored: Scored,
         checkpoint_digest: str | None,
         curve: tuple[CurvePoint, ...] = (),
-        device_celsius: float | None = None,
-        device_watts: float | None = None,
     ) -> Self:
         """Return the ending of a scored trial: bits per UTF-8 byte and perplexity per token from the same nats.
 
@@ -172,8 +182,6 @@ class Ending:
             perplexity=math.exp(nats_per_token) if nats_per_token < 690 else None,
             checkpoint_digest=checkpoint_digest,
             curve=curve,
-            device_celsius=device_celsius,
-            device_watts=device_watts,
         )
 
     @classmethod

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from frozen.corpus import SplitSizes
 from frozen.formats import Source, SourceError, readable_bytes
@@ -48,6 +49,8 @@ LEAST_SECONDS = 1.0
 LARGEST_VAL_BYTES = 1 << 19
 """Half a megabyte of val: scoring stays short beside training, and the sample of text is the same for every config."""
 LARGEST_PROBE_BYTES = 1 << 15
+SHOWN_REJECTIONS = 5
+"""Places in the sources that are named on the screen; the report in the study has more."""
 
 DEMO_BUDGET = "1.2e11flop"
 DEMO_TEXT_BYTES = 3_000_000
@@ -278,9 +281,21 @@ def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     cache.mkdir(parents=True, exist_ok=True)
     say(f"Reading and encoding {disk.readable(checked.text_bytes)} of text.")
     try:
-        return prepare(sources, sizes, file.study.vocabulary, cache, say)
+        prepared = prepare(sources, sizes, file.study.vocabulary, cache, say)
     except ValueError as error:  # `SourceError` is one
         raise BadInput(str(error)) from error
+    for name, found in prepared.report["rejected"].items():
+        if found["rejected"]:
+            say(_left_out(name, found, StudyPaths(request.root).data_report))
+    return prepared
+
+
+def _left_out(name: str, found: dict[str, Any], report: Path) -> str:
+    """Say what of a source did not become text; a few malformed rows are no error, but nobody may miss them."""
+    first = "; ".join(f"{item['where']}: {item['reason']}" for item in found["first"][:SHOWN_REJECTIONS])
+    more = found["rejected"] - SHOWN_REJECTIONS
+    rest = f"; and {more} more, see {report}" if more > 0 else ""
+    return f"Left out of source {name}, {found['rejected']} in all: {first}{rest}."
 
 
 def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -> Study:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 from frozen.timer import Budget
@@ -19,6 +18,7 @@ from harness.paths import TrialPaths
 from harness.queries import Reader
 from harness.records import CurvePoint, Failed, Scored, Trained, Trial, TrialState
 from harness.rows import Ending
+from harness.sensors import NOTHING, Sensors
 from harness.study import Study
 from harness.view import View
 from harness.walk import Run, vanished_for_good
@@ -39,6 +39,8 @@ class TrialRunner:
         self._launcher = launcher
         self._owner = owner
         self._view = view
+        self._sensors = Sensors(study.device)
+        self._sensed = NOTHING
 
     def run(self, step: Run) -> Trial:
         """Run one trial to its closed row; raises `Ended` afterwards if the owner asked to stop meanwhile."""
@@ -64,8 +66,9 @@ class TrialRunner:
         _write_order(paths, step.config, seed, study.budget)
         self._view.trial_began(self._reader.trial(number))
         points: list[CurvePoint] = []
+        self._sensed = NOTHING
         ending = self._train_and_score(step, seed, paths, number, points)
-        self._ledger.close_trial(number, dataclasses.replace(ending, curve=tuple(points)))
+        self._ledger.close_trial(number, ending.observed(points, self._sensed))
         trial = self._reader.trial(number)
         self._view.trial_ended(trial)
         self._owner.obey()
@@ -90,6 +93,7 @@ class TrialRunner:
             with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
                 lines.write(point.model_dump_json() + "\n")
             self._view.point(number, point)
+            self._sensed = self._sensors.read()
 
         trained = self._launcher.run(
             train_order(

@@ -4,12 +4,14 @@ After an upgrade of the tool everything but the tool is held against the seal, a
 new one. That is never plain ``ok``: what differs is named as ``changed``, apart from what ``failed``.
 
 What is found are values, not exceptions: one damaged thing must not hide the next. Works beside a running search: it
-reads the ledger, and writes nothing into the study.
+reads the ledger, and writes nothing into the study, so that it may be somebody else's or on a read-only disk. What
+cannot be read is a finding of its own.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from harness import checkpoints, origin
-from harness.audit import audit
-from harness.errors import CheckFailed
+from harness.audit import audit, judges_again
+from harness.errors import CannotStart, CheckFailed, StudyLocked
 from harness.jobs.job import ScoreJob
 from harness.locks import device_lock
 from harness.orders import score_order
@@ -60,7 +62,7 @@ class Scorer(Protocol):
 def verify(study: Study, *, scorer: Scorer | None = None) -> list[Finding]:
     """Look at seal, ledger and checkpoints, and score the best one again; every finding in the order of looking.
 
-    ``scorer`` runs the scoring job; absent, a launcher of its own is started. `StudyLocked`: the GPU is in use.
+    ``scorer`` runs the scoring job; absent, a launcher of its own is started.
     """
     found = inspect(study.seal, thorough=True)
     findings = list(seal_findings(study, found))
@@ -115,7 +117,10 @@ def ledger_findings(study: Study, reader: Reader) -> Iterator[Finding]:
     for sentence in broken:
         yield Finding(what="ledger", state="failed", text=sentence)
     if not broken:
-        yield Finding(what="ledger", state="ok", text="the ledger contradicts neither itself nor its study")
+        text = "the ledger contradicts neither itself nor its study"
+        if not judges_again(study):
+            text += f"; its decisions are version {study.seal.manifest.tool}'s and were not judged again"
+        yield Finding(what="ledger", state="ok", text=text)
 
 
 def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator[Finding]:
@@ -143,7 +148,10 @@ def _rescored(
     job = score_order(
         study, incumbent.config, weights=checkpoints.folder_of(study.paths, incumbent.node, digest), split="val"
     )
-    scored = _score(study, job, scorer)
+    try:
+        scored = _score(study, job, scorer)
+    except (CannotStart, StudyLocked) as error:
+        return Finding(what="score", state="failed", text=f"the best checkpoint could not be scored again: {error}")
     if not isinstance(scored, Scored):
         reason = (
             f"{scored.state.value}, {scored.error_text}" if isinstance(scored, Failed) else "it was trained instead"
@@ -176,9 +184,12 @@ def _score(study: Study, job: ScoreJob, scorer: Scorer | None) -> Trained | Scor
         log = Path(folder) / "log.txt"
         if scorer is not None:
             return scorer.run(job, log=log, deadline_seconds=deadline)
+        bytecode = study.paths.bytecode
+        if not os.access(bytecode if bytecode.exists() else study.paths.root.parent, os.W_OK):
+            bytecode = Path(folder) / "bytecode"  # somebody else's study, or a read-only disk: compile aside
         # A mark of its own: a driver that starts meanwhile sweeps what carries the study's.
         with (
             device_lock(study.device),
-            Launcher(bytecode=study.paths.bytecode, mark=f"verify-{study.mark}", threads=study.threads) as launcher,
+            Launcher(bytecode=bytecode, mark=f"verify-{study.mark}", threads=study.threads) as launcher,
         ):
             return launcher.run(job, log=log, deadline_seconds=deadline)

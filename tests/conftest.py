@@ -25,7 +25,7 @@ from harness.records import (
     TrialState,
     Verdict,
 )
-from harness.rows import Ending, NewNode, StudyRow
+from harness.rows import Ending, NewNode, Sensed, StudyRow
 from tests.samples import BASE
 
 BYTES, TOKENS, NOISE = 180_000, 60_000, 0.006
@@ -191,9 +191,8 @@ class Night:
         scored = Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=documents, score_seconds=1.1)
         self.moment += datetime.timedelta(seconds=14.9)
         digest = "beef" * 16
-        self.ledger.close_trial(
-            trial, Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest, curve=points)
-        )
+        ending = Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
+        self.ledger.close_trial(trial, ending.observed(points, Sensed(celsius=54.0, watts=231.5)))
         return trial
 
     def failure(self, proposal: int, config: TrialConfig, state: TrialState) -> None:

@@ -25,6 +25,7 @@ from harness.report.summary import (
     stop_reason,
     utilization,
 )
+from harness.rows import Sensed
 
 WITHOUT_NOTE = "without it: what the best config loses on fresh shared seeds; positive: the step still helps."
 WIDE = 110
@@ -210,7 +211,7 @@ def total_changes(baseline: Standing, best: Standing) -> dict[str, tuple[str, st
     }
 
 
-def trial(found: Trial) -> RenderableType:
+def trial(found: Trial, sensors: Sensed) -> RenderableType:
     """Return one trial: what ran, how it ended, its curve and its config."""
     table = _pairs()
     table.add_row("trial", f"{found.id}: {words.purpose(found)}, seed {found.seed}, budget {found.budget}")
@@ -221,6 +222,10 @@ def trial(found: Trial) -> RenderableType:
     for name, item in _amounts(found).items():
         table.add_row(name, item)
     table.add_row("device", f"{found.device}, sandbox {found.sandbox}, epoch {found.epoch}")
+    said = {"°C": sensors.celsius, "W": sensors.watts}
+    if any(number is not None for number in said.values()):
+        numbers = ", ".join(f"{number:.0f} {unit}" for unit, number in said.items() if number is not None)
+        table.add_row("sensors", f"{numbers} near the end of training")
     parts: list[RenderableType] = [table]
     if found.curve:
         parts += ["", Text("Learning curve", style="bold"), _curve(found)]

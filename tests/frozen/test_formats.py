@@ -60,10 +60,57 @@ def test_a_named_file_of_json_lines(tmp_path: Path, name: str, file_format: Form
 
 
 def test_links_to_folders_make_no_loop(tmp_path: Path) -> None:
-    """A folder that links to itself is read once."""
+    """A folder that links to itself, or a link that leads to itself, is read once and nothing hangs."""
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
-    assert texts(tmp_path) == ["a"]
+    (tmp_path / "b.txt").symlink_to(tmp_path / "c.txt")
+    (tmp_path / "c.txt").symlink_to(tmp_path / "b.txt")
+    reading = read(Source("one", tmp_path))
+    assert [document.text for document in reading.documents] == ["a"]
+    assert {(item.where, item.reason) for item in reading.rejected} == {
+        ("b.txt", "a link that leads nowhere"),
+        ("c.txt", "a link that leads nowhere"),
+    }
+
+
+def test_a_link_stays_within_the_folder(tmp_path: Path) -> None:
+    """What lies outside is left out by name; a link to a file within is that file, also to a hidden one."""
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    (data / ".store").mkdir(parents=True)
+    outside.mkdir()
+    (data / "a.txt").write_text("a")
+    (data / ".store" / "8f3a").write_text("stored")
+    (data / "b.txt").symlink_to(".store/8f3a")
+    (outside / "secret.txt").write_text("secret")
+    (data / "file.txt").symlink_to(outside / "secret.txt")
+    (data / "folder").symlink_to(outside, target_is_directory=True)
+    (data / ".hidden.txt").symlink_to(outside / "secret.txt")
+    (tmp_path / "data-too").mkdir()
+    (data / "near").symlink_to(tmp_path / "data-too")
+    reading = read(Source("one", data))
+    assert sorted(document.text for document in reading.documents) == ["a", "stored"]
+    assert [(item.where, item.reason.partition(",")[0]) for item in reading.rejected] == [
+        (name, "a link that leads out of the folder") for name in ("file.txt", "folder", "near")
+    ]
+    assert readable_bytes(Source("one", data)) == len("a") + len("stored")
+
+
+@pytest.mark.parametrize("name", ["data", "data/a.txt"])
+def test_a_source_may_be_a_link_itself(tmp_path: Path, name: str) -> None:
+    """Whoever names a link means what it leads to."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    assert texts(tmp_path / "link") == ["a"]
+
+
+def test_a_folder_of_links_says_where_they_lead(tmp_path: Path) -> None:
+    """With nothing else in the folder the source is refused, and the sentence names the file to give instead."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "data" / "a.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(SourceError, match=rf"holds no text \(a\.txt: a link .* to {tmp_path}/a\.txt"):
+        read(Source("one", tmp_path / "data"))
 
 
 @pytest.mark.parametrize(

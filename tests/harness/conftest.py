@@ -1,7 +1,9 @@
 """Builders of records and study folders for the harness's tests."""
 
 import itertools
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +76,22 @@ def code(tmp_path: Path) -> Code:
     for module in MODULES:
         shutil.copy(ours / module, root / module)
     return Code(root=root, imported=root / "frozen")
+
+
+@pytest.fixture
+def read_only() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs a command where a folder is mounted read-only; root may write anywhere else."""
+    unshare = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a folder read-only")
+
+    def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+        mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && cd "$0" && exec "$@"'
+        return subprocess.run(
+            [*unshare, "sh", "-c", mount, str(folder), *command], capture_output=True, text=True, check=False
+        )
+
+    return run
 
 
 @pytest.fixture

@@ -77,6 +77,18 @@ def test_show_compare_and_lineage_speak_json(at_night: StudyPaths, capsys: pytes
     assert set(found["diff"]) == {"optim.learning_rate", "batch.sequence_length"}
 
 
+def test_show_tells_what_the_sensors_said(at_night: StudyPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they were read; a trial that failed early has no line for them."""
+    found = document(capsys, "show", "1")
+    assert (found["device_celsius"], found["device_watts"]) == (54.0, 231.5)
+    assert cli.main(["show", "1"]) == 0
+    assert "54 °C, 232 W near the end of training" in capsys.readouterr().out
+    failed = document(capsys, "show", "p4")["trials"][0]["id"]
+    assert document(capsys, "show", str(failed))["device_celsius"] is None
+    assert cli.main(["show", str(failed)]) == 0
+    assert "sensors" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("columns", ["80", "120"])
 @pytest.mark.parametrize(
     "words", [["status"], ["ledger"], ["lineage"], ["show", "9"], ["show", "p11"], ["compare", "1", "31"]]
@@ -94,6 +106,7 @@ def test_tables_fit_the_terminal(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= int(columns)
     assert "…" not in out
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
 
 
 @pytest.mark.parametrize(

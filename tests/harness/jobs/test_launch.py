@@ -14,8 +14,9 @@ import pytest
 from harness.errors import CannotStart
 from harness.jobs import sandbox
 from harness.jobs.job import TrainJob
-from harness.launch import Launcher, environment, sweep
+from harness.launch import Launcher
 from harness.records import CurvePoint, Failed, Trained, TrialState
+from harness.warm import environment, sweep
 
 pytestmark = pytest.mark.process
 with_and_without_namespace = pytest.mark.parametrize("naughty", ["namespace", "subreaper"], indirect=True)

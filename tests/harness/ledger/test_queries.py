@@ -326,6 +326,23 @@ def test_a_closed_study_reads_without_leaving_files(night: Night, tmp_path: Path
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.process
+def test_what_a_dead_driver_left_is_read_from_a_read_only_folder(night: Night, tmp_path: Path, read_only: Any) -> None:
+    """The last changes of a driver that was killed are still in the write-ahead log; no reader may miss them."""
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    night.ledger.event("last", "the last thing that it wrote")
+    for name in ("ledger.db", "ledger.db-wal"):
+        shutil.copyfile(night.path.with_name(name), dead / name)
+    program = (
+        "import pathlib, sys\nfrom harness.queries import Reader\n"
+        "with Reader(pathlib.Path(sys.argv[1])) as reader:\n    print(reader.events('last')[0].text)"
+    )
+    done = read_only(dead, sys.executable, "-c", program, str(dead / "ledger.db"))
+    assert (done.stdout, done.stderr) == ("the last thing that it wrote\n", "")
+    assert sorted(path.name for path in dead.iterdir()) == ["ledger.db", "ledger.db-wal"]
+
+
 def test_a_read_only_folder_is_readable(night: Night) -> None:
     """A study on a read-only disk can be looked at."""
     night.ledger.close()

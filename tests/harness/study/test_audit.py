@@ -69,6 +69,20 @@ SQL = {
     "the verdict on proposal 1 is against node 1, but the incumbent was 0": "UPDATE verdicts SET against = 1",
     "the verdict on proposal 2 says None ± None (probability None, 3 replicates)": "UPDATE verdicts"
     " SET replicates = 3 WHERE proposal = 2",
+    "proposal 1 was discarded, but by the rules and its trials it is kept": "DELETE FROM lineage WHERE node = 1;"
+    " UPDATE verdicts SET decision = 'discarded', against = 0 WHERE proposal = 1",
+    "proposal 2 was inconclusive, but by the rules and its trials it is discarded": "UPDATE verdicts"
+    " SET decision = 'inconclusive' WHERE proposal = 2",
+    "node 1 stands on trial 6, but the first that counts is trial 5": "UPDATE lineage SET trial = 6 WHERE node = 1",
+    "node 0 stands on trial 2, but the first that counts is trial 1": "UPDATE lineage SET trial = 2 WHERE node = 0",
+    "event 1 says that a search ended, but none had begun": "UPDATE events SET kind = 'run_ended' WHERE id = 1",
+    "trial 1 began at 2": "UPDATE events SET created = (SELECT max(decided) FROM verdicts)",
+    "proposal 3 was decided at 2": "UPDATE events SET (kind, created) = ('run_ended', (SELECT max(started) FROM trials"
+    " WHERE role <> 'final')) WHERE id = 2",
+    "trial 11 is a full run, but no event says that its config had been reproduced": "UPDATE events"
+    " SET data = json_set(data, '$.agrees', json('false')) WHERE kind = 'reproduced'",
+    "trial 12 is a full run, but no": "DELETE FROM events WHERE id > 1",
+    "on the holdout, but no event says that it looked": "UPDATE events SET kind = 'note' WHERE kind = 'holdout_look'",
     "trial 2 has -1.0 train_seconds": "UPDATE trials SET train_seconds = -1 WHERE id = 2",
     "the folder of trial 9 is there, but the ledger ends with trial 8": "DELETE FROM trials WHERE id > 8;"
     " DELETE FROM document_nats WHERE trial > 8; DELETE FROM curves WHERE trial > 8; DELETE FROM events WHERE id > 1",
@@ -77,8 +91,8 @@ SQL = {
     "events are numbered to": "DELETE FROM events WHERE id = 1",
     "no event says that a search began": "DELETE FROM events",
     "but no event has its score on the holdout": "DELETE FROM events WHERE id > 2",
-    'proposal 3 has the diff {"optim.beta2":0.9}, but its config differs': "UPDATE trials SET state = 'crashed'"
-    " WHERE id = 8",
+    'proposal 3 has the diff {"optim.learning_rate":0.0007}, but its config differs': "UPDATE trials"
+    " SET state = 'crashed' WHERE id = 8",
     "node 0 has the baseline's config": "UPDATE lineage SET (config, config_digest) = (SELECT json_set(config,"
     " '$.\"optim.beta1\"', 0.5), hex(zeroblob(32)) FROM proposals WHERE number = 2) WHERE node = 0",
 }
@@ -89,8 +103,8 @@ def study(night: Night) -> Night:
     """Return a study with a winner, a loser, a repair, a failed trial and a full run."""
     night.seat_baseline()
     night.keep(1e-3)
-    lose(night, {"optim.beta1": 0.8})
-    repaired(night, {"optim.beta2": 0.9})
+    lose(night, {"optim.learning_rate": 8e-4})
+    repaired(night, {"optim.learning_rate": 7e-4})
     replay = Replay(
         night.study, tool_of(night.study.seal, thorough=True), night.ledger, night.reader, night.launcher, Silent()
     )
@@ -158,6 +172,29 @@ def test_edited_rows_are_named(study: Night, said: str) -> None:
     assert any(said in sentence for sentence in found), found
 
 
+def test_a_decision_before_its_time_is_named(study: Night) -> None:
+    """A promising proposal that was discarded after its screening lacks the runs that the rules ask for."""
+    lose(study, {"optim.learning_rate": 5e-3})
+    assert audit(study.study, study.reader) == [
+        "proposal 4 was discarded, but by the rules and its trials it needs another run first, its own replicate 1"
+    ]
+
+
+def test_decisions_of_another_version_are_not_judged_again(study: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an upgrade the rules may be stricter; what is checked then are the numbers."""
+    tamper(study.study.paths.ledger, "UPDATE verdicts SET decision = 'inconclusive' WHERE proposal = 2")
+    assert len(audit(study.study, study.reader)) == 1
+    monkeypatch.setattr("harness.audit.tool_version", lambda: "99.0")
+    assert audit(study.study, study.reader) == []
+
+
+def test_a_control_after_a_verdict_changes_nothing(study: Night) -> None:
+    """A control of the incumbent runs between two walks, and counts for the next verdict only."""
+    study.run(study.reader.incumbent().config, 9, Role.CONTROL, 1)
+    lose(study, {"optim.learning_rate": 6e-4})
+    assert audit(study.study, study.reader) == []
+
+
 def test_verify_reports_them_and_scores_nothing(study: Night) -> None:
     """What is found makes `verify` fail."""
     study.launcher.orders.clear()
@@ -215,9 +252,12 @@ def test_the_order_in_a_folder_speaks_against_its_row(study: Night) -> None:
     order.write_text('{"seed": 2}')
     assert audit(study.study, study.reader) == []
     tamper(study.study.paths.ledger, "UPDATE trials SET seed = 9, replicate = 9 WHERE id = 6")
-    assert audit(study.study, study.reader) == ["trial 6 has the seed 9, but its folder says 2"]
+    judged = (
+        "proposal 1 was kept, but by the rules and its trials it needs another run first, the incumbent's replicate 9"
+    )
+    assert audit(study.study, study.reader) == [judged, "trial 6 has the seed 9, but its folder says 2"]
     order.write_text("{")
-    assert audit(study.study, study.reader) == []
+    assert audit(study.study, study.reader) == [judged]
 
 
 def test_an_unreadable_val_split_is_named(study: Night) -> None:
@@ -235,6 +275,14 @@ def test_another_clock_changes_nothing(study: Night) -> None:
 def test_a_canary_after_a_verdict_changes_nothing(study: Night) -> None:
     """A canary moves the noise of later verdicts, not of those before it."""
     study.run(study.study.baseline, 3, Role.CANARY)
+    assert audit(study.study, study.reader) == []
+
+
+def test_the_clock_may_have_been_set_back(study: Night) -> None:
+    """Where stamps are out of order they say nothing about when a driver was running."""
+    tamper(study.study.paths.ledger, "UPDATE events SET created = '1999-01-01' WHERE id = 2")
+    assert audit(study.study, study.reader) == []
+    tamper(study.study.paths.ledger, "UPDATE trials SET started = '2001-01-01' WHERE role <> 'final'")
     assert audit(study.study, study.reader) == []
 
 

@@ -70,6 +70,22 @@ def test_a_study_is_whole_and_reads_back(make: Callable[..., Any], tmp_path: Pat
     assert find(str(study.paths.root)).root == study.paths.root
 
 
+def test_what_was_left_out_is_said(make: Callable[..., Any], texts: Path, tmp_path: Path) -> None:
+    """Malformed rows that are too few to refuse the source are named with place and reason, also from the cache."""
+    lines = texts.read_text().splitlines()
+    for place, row in ((3, "{"), (10, '{"content": "x"}'), (50, "3"), (60, "{"), (70, "{"), (80, '{"text": ""}')):
+        lines.insert(place, row)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join(lines))
+    for name in ("one", "two"):
+        said: list[str] = []
+        study = make(name, data=[broken], progress=said.append)
+        (line,) = [line for line in said if line.startswith("Left out of")]
+        assert line.startswith("Left out of source broken, 6 in all: broken.jsonl:4: not JSON: ")
+        assert "; broken.jsonl:11: no field 'text' (it has: content); " in line
+        assert line.endswith(f"; and 1 more, see {study.paths.data_report}.")
+
+
 def test_the_encoded_data_is_shared(make: Callable[..., Any], tmp_path: Path) -> None:
     """A second study on the same text encodes nothing and takes no room."""
     one, two = make("one"), make("two", budget="6s")

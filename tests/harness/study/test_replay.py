@@ -15,7 +15,6 @@ from harness.cli import main
 from harness.errors import CheckFailed, SealBroken, WrongUse
 from harness.fullrun import FULL_RUN_REPLICATE, Reproduction
 from harness.jobs.job import ScoreJob, TrainJob
-from harness.launch import MARK
 from harness.queries import Reader
 from harness.records import Failed, Role, TrialState
 from harness.recovery import DRIVER_DIED
@@ -26,6 +25,7 @@ from harness.report.unproven import unproven
 from harness.rows import Ending
 from harness.upgrade import TOOL_CHANGED, tool_of
 from harness.view import Silent
+from harness.warm import MARK
 
 Night = Any  # the fixture's class lives in conftest.py
 LONG = Budget.parse("2Mtok")
@@ -131,6 +131,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("turn", range(6))
 def test_a_full_run_goes_on_after_a_death(won: Night, turn: int) -> None:
     """Dying before any job leaves checkpoints in place, repeats no finished part, and counts every look."""
+    replay_of(won).reproduce()
     done = [0]
 
     def die(job: TrainJob | ScoreJob) -> Failed | None:
@@ -149,7 +150,7 @@ def test_a_full_run_goes_on_after_a_death(won: Night, turn: int) -> None:
     run = replay_of(won).full_run(LONG)
     assert run.best.val < run.baseline.val
     finals = [trial for trial in won.reader.trials() if trial.role is Role.FINAL and trial.score is not None]
-    assert len(finals) == 2
+    assert len(finals) == 3
     assert len(won.reader.events("holdout_score")) == 2
     assert len(won.reader.events("holdout_look")) == 2 + (turn in (2, 5))
     assert audit(won.study, won.reader) == []

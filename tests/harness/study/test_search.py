@@ -37,7 +37,9 @@ from harness.records import (
     TrialState,
 )
 from harness.recovery import recover
+from harness.rows import Sensed
 from harness.search import Loop
+from harness.sensors import NOTHING, Sensors
 from harness.study import Study, load
 from harness.trials import TrialRunner
 from harness.view import Silent
@@ -136,6 +138,17 @@ def test_a_night_from_baseline_to_verdicts(drive: Callable[..., Drive]) -> None:
     assert "outside" in str(outside.reason)
     assert same_score.verdict is not None
     assert same_score.verdict.decision is not Decision.KEPT
+
+
+def test_sensors_are_booked_where_there_are_any(drive: Callable[..., Drive], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row says how hot the device was, or None where nobody knows."""
+    said = iter([Sensed(celsius=61.0, watts=250.0), NOTHING, Sensed(celsius=70.0, watts=None)])
+    monkeypatch.setattr(Sensors, "read", lambda self: next(said))
+    night = drive()
+    night.run()
+    with Reader(night.paths.ledger) as reader:
+        found = [reader.sensors(trial.id) for trial in reader.trials()]
+        assert [(sensed.celsius, sensed.watts) for sensed in found] == [(61.0, 250.0), (None, None), (70.0, None)]
 
 
 def test_a_config_that_was_tried_is_a_duplicate(drive: Callable[..., Drive]) -> None:
