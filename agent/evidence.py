@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.space import trials
+from agent.space import searched, trials
 from harness.config import TrialConfig, Value, difference
 from harness.records import FAILURES, CurvePoint, Decision, History, Past, Trial, TrialState
 
@@ -51,7 +51,8 @@ class Signals:
 
 def effects(history: History) -> list[Effect]:
     """Return the effects of all proposals that became a config, in their order."""
-    return [_effect(history, past, past.config) for past in history.past if past.config is not None]
+    parents = {standing.node: standing.score for standing in history.lineage}
+    return [_effect(past, past.config, parents) for past in history.past if past.config is not None]
 
 
 def scores(history: History) -> dict[str, list[float]]:
@@ -95,26 +96,25 @@ def signals(history: History, config: TrialConfig) -> Signals:
     )
 
 
-def _effect(history: History, past: Past, config: TrialConfig) -> Effect:
-    ended = [trial for trial in past.trials if trial.state in FAILURES or trial.score is not None]
+def _effect(past: Past, config: TrialConfig, parents: Mapping[int, float | None]) -> Effect:
+    ended = [trial for trial in searched(past.trials) if trial.state in FAILURES or trial.score is not None]
     failed = bool(ended) and all(trial.score is None for trial in ended)
     return Effect(
         number=past.number,
         diff=past.proposal.diff,
         config=config,
         failure=ended[-1].state if failed else None,
-        change=_change(history, past),
+        change=_change(past, parents),
         pending=past.verdict is None,
         kept=past.verdict is not None and past.verdict.decision is Decision.KEPT,
     )
 
 
-def _change(history: History, past: Past) -> float | None:
+def _change(past: Past, parents: Mapping[int, float | None]) -> float | None:
     if past.verdict is not None and past.verdict.difference is not None:
         return past.verdict.difference
-    parents = {standing.node: standing.score for standing in history.lineage}
     parent = None if past.parent is None else parents.get(past.parent)
-    screened = [trial.score for trial in past.trials if trial.score is not None and trial.replicate == 0]
+    screened = [trial.score for trial in searched(past.trials) if trial.score is not None and trial.replicate == 0]
     return None if parent is None or not screened else screened[0] - parent
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.config import Diff, Knob, TrialConfig, Value, apply, difference, flatten
 from harness.errors import BadValue, UnknownKnob
-from harness.records import History, Past, Proposal, ProposalState, Trial
+from harness.records import History, Past, Proposal, ProposalState, Role, Trial
 
 SIGNIFICANT_DIGITS = 3
 """Of a proposed number: people read them, and no training run tells 0.00123 from 0.0012345."""
@@ -99,10 +99,15 @@ class Space:
 
 
 def trials(history: History) -> Iterator[Trial]:
-    """Yield all trials of a history, the baseline's own first."""
-    yield from history.baseline_trials
+    """Yield all trials of the search, the baseline's own first."""
+    yield from searched(history.baseline_trials)
     for past in history.past:
-        yield from past.trials
+        yield from searched(past.trials)
+
+
+def searched(some: Iterable[Trial]) -> Iterator[Trial]:
+    """Leave out what must not be learned from: full runs, whose budget is another, and the untrained reference."""
+    return (trial for trial in some if trial.role not in (Role.FINAL, Role.REFERENCE))
 
 
 def propose_each(history: History, count: int, make: Callable[[History], Proposal | None]) -> Sequence[Proposal]:

@@ -362,6 +362,8 @@ class History:
     """Of the GPU, or of the machine on a CPU."""
     program: str = ""
     """What the owner tells a model: the text of program.md."""
+    smallest_provable: float | None = None
+    """About the smallest true improvement that the judge keeps nine times in ten; None before the noise is known."""
     insights: tuple[str, ...] = field(default=())
     baseline_trials: tuple[Trial, ...] = field(default=())
     """Trials that belong to no proposal (baseline, control, canary), with their curves: what to learn from first."""
