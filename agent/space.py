@@ -82,20 +82,20 @@ class Space:
         budget = self.history.budget
         if budget.endswith("tok"):
             return float(budget.removesuffix("tok")) / config.batch.tokens_per_step
-        vocabulary = self.vocabulary
-        if not budget.endswith("flop") or vocabulary is None:
+        entries = vocabulary(self.history)
+        if not budget.endswith("flop") or entries is None:
             return None
-        per_step = 6 * config.model.parameters(vocabulary) * config.batch.tokens_per_step
+        per_step = 6 * config.model.parameters(entries) * config.batch.tokens_per_step
         return float(budget.removesuffix("flop")) / per_step
 
-    @property
-    def vocabulary(self) -> int | None:
-        """Entries of the study's tokenizer, solved for from a trial's parameter count; None before the first trial."""
-        for trial in trials(self.history):
-            if trial.parameters is not None:
-                model = trial.config.model
-                return (trial.parameters - model.parameters(0)) // model.width
-        return None
+
+def vocabulary(history: History) -> int | None:
+    """Return the entries of the study's tokenizer, solved for from a trial's parameters; None before the first one."""
+    for trial in trials(history):
+        if trial.parameters is not None:
+            model = trial.config.model
+            return (trial.parameters - model.parameters(0)) // model.width
+    return None
 
 
 def trials(history: History) -> Iterator[Trial]:
