@@ -1,29 +1,38 @@
-"""How much each knob has mattered so far: a closed-form measure over the configs that were scored.
+"""How much each knob has mattered so far, and which way: closed-form measures over what turning it did.
 
-Epsilon squared of Kruskal and Wallis (JASA 47:583, 1952): the share of the spread of the scores' *ranks* that lies
-between the knob's values, less what chance would give. Ranks, because a few failed ideas with huge scores would
-otherwise be all that there is to see. It looks at one knob at a time: knobs that were always turned together share the
-credit, and what a search has not varied cannot matter here. It is a hint where to look, not a proof.
+A search is a walk: its configs differ above all by how good the incumbent was when they were tried. The spread of the
+*scores* by a knob's value (fANOVA and its relatives) therefore says more about when a value was tried than about what
+it does. What is comparable are the *differences*, each against the incumbent of its time. So a knob's effect is the
+median size of the differences that turning it made, and its trend their rank correlation (Spearman) with how far it was
+turned. A proposal that turned several knobs counts for each of them with its share, because nobody knows whose it was.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.space import to_unit, trials
-from harness.config import Knob, TrialConfig, Value, flatten
+from agent.evidence import Effect
+from agent.space import to_unit
+from harness.config import Knob, Value
 from harness.errors import BadValue
 from harness.records import History
 
-NEWEST = 1000
-"""Configs that are looked at: an older one was tried around an incumbent that is long gone."""
-GROUPS = 4
-"""Quantile groups of a knob with more values than that."""
-LEAST_PER_GROUP = 2
-"""Configs per group, on average, below which nothing is said."""
+NEWEST = 40
+"""Turns of a knob that are looked at: what came before was around an incumbent that is long gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a proposal that turned a knob did, as far as it is this knob's."""
+
+    move: float | None
+    """How far along its range, between -1 and 1; None for a choice without an order."""
+    change: float
+    """Its share of the difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,77 +40,59 @@ class Importance:
     """How much one knob mattered."""
 
     knob: str
-    share: float
-    """Of the spread of the scores' ranks, between 0 and 1."""
+    effect: float
+    """Median size of its changes."""
+    turns: int
     trend: float | None
-    """Rank correlation of value and score, negative if more is better; None for a choice without an order."""
-    configs: int
+    """Rank correlation of move and change, negative if turning it up was better; None if nothing can be said."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A config with the mean of its scores."""
+def importances(
+    history: History, effects: Iterable[Effect], flats: Mapping[int, Mapping[str, Value]]
+) -> list[Importance]:
+    """Return what can be said of each knob that was turned and led to a result.
 
-    values: Mapping[str, Value]
-    score: float
-
-
-def observations(history: History) -> list[Observation]:
-    """Return the newest scored configs of the current epoch of the machine, each once."""
-    scored = [trial for trial in trials(history) if trial.score is not None]
-    epoch = max((trial.epoch for trial in scored), default=0)
-    found: dict[TrialConfig, list[float]] = {}
-    for trial in sorted((t for t in scored if t.epoch == epoch), key=lambda trial: -trial.id):
-        if trial.config in found or len(found) < NEWEST:
-            assert trial.score is not None
-            found.setdefault(trial.config, []).append(trial.score)
-    return [Observation(flatten(config), math.fsum(values) / len(values)) for config, values in found.items()]
-
-
-def importances(seen: Sequence[Observation], knobs: Mapping[str, Knob]) -> list[Importance]:
-    """Return what can be said of each knob, the most important first; knobs without enough variety are left out."""
-    found = (_importance(seen, knob) for knob in knobs.values())
-    return sorted((one for one in found if one is not None), key=lambda one: (-one.share, one.knob))
+    ``flats`` holds the flattened config of each lineage node.
+    """
+    parents = {past.number: past.parent for past in history.past}
+    turns: dict[str, list[Turn]] = {}
+    for effect in sorted(effects, key=lambda effect: -effect.number):
+        parent = parents[effect.number]
+        before = {} if parent is None else flats.get(parent, {})
+        for name, new in effect.diff.items():
+            known = turns.setdefault(name, [])
+            if effect.change is not None and name in history.knobs and len(known) < NEWEST:
+                known.append(Turn(_move(history.knobs[name], before.get(name), new), effect.change / len(effect.diff)))
+    return [_importance(name, some) for name, some in sorted(turns.items()) if some]
 
 
-def _importance(seen: Sequence[Observation], knob: Knob) -> Importance | None:
-    points = [(position, one.score) for one in seen if (position := _position(knob, one.values)) is not None]
-    labels = _groups([position for position, _ in points])
-    count, groups = len(points), len(set(labels))
-    if groups < 2 or count < LEAST_PER_GROUP * groups:
-        return None
-    ranks = _ranks([score for _, score in points])
-    mean = (count + 1) / 2
-    spread = math.fsum((rank - mean) ** 2 for rank in ranks)
-    if spread == 0:
-        return None
-    sums: dict[float, list[float]] = {}
-    for label, rank in zip(labels, ranks, strict=True):
-        sums.setdefault(label, []).append(rank - mean)
-    between = math.fsum(math.fsum(group) ** 2 / len(group) for group in sums.values())
-    statistic = (count - 1) * between / spread
-    share = max(0.0, (statistic - groups + 1) / (count - groups))
-    ordered = not any(isinstance(choice, str | bool) for choice in knob.choices)
-    trend = _correlation(_ranks([position for position, _ in points]), ranks) if ordered else None
-    return Importance(knob.name, share, trend, count)
+def _importance(name: str, turns: Sequence[Turn]) -> Importance:
+    return Importance(name, statistics.median(abs(turn.change) for turn in turns), len(turns), _trend(turns))
 
 
-def _position(knob: Knob, values: Mapping[str, Value]) -> float | None:
-    """Return where a config has the knob, or None where it has no meaning or lies beyond its bounds after a repair."""
-    if knob.name not in values or not knob.is_active(values):
+def _move(knob: Knob, before: Value | None, after: Value) -> float | None:
+    """Return how far a knob was turned, or None: no order, no value before, or beyond the bounds after a repair."""
+    if before is None or any(isinstance(choice, str | bool) for choice in knob.choices):
         return None
     try:
-        return to_unit(knob, knob.check(values[knob.name]))
+        return to_unit(knob, knob.check(after)) - to_unit(knob, knob.check(before))
     except BadValue:
         return None
 
 
-def _groups(positions: Sequence[float]) -> list[float]:
-    """Return each position's group: itself where there are few, else its quantile; equal ones are never parted."""
-    if len(set(positions)) <= GROUPS:
-        return list(positions)
-    ranks = _ranks(positions)
-    return [math.floor((rank - 0.5) * GROUPS / len(ranks)) for rank in ranks]
+def _trend(turns: Sequence[Turn]) -> float | None:
+    """Return the rank correlation of moves and changes where it is beyond twice its standard error under no trend."""
+    pairs = [(turn.move, turn.change) for turn in turns if turn.move is not None]
+    if len(pairs) < 3:
+        return None
+    moves, changes = (_ranks(column) for column in zip(*pairs, strict=True))
+    mean = (len(pairs) + 1) / 2
+    spread = [math.fsum((rank - mean) ** 2 for rank in ranks) for ranks in (moves, changes)]
+    if not all(spread):
+        return None
+    together = math.fsum((a - mean) * (b - mean) for a, b in zip(moves, changes, strict=True))
+    correlation = together / math.sqrt(spread[0] * spread[1])
+    return correlation if abs(correlation) * math.sqrt(len(pairs) - 1) > 2 else None
 
 
 def _ranks(numbers: Iterable[float]) -> list[float]:
@@ -115,13 +106,3 @@ def _ranks(numbers: Iterable[float]) -> list[float]:
             ranks[place] = begin + (len(places) + 1) / 2
         begin += len(places)
     return ranks
-
-
-def _correlation(one: Sequence[float], two: Sequence[float]) -> float | None:
-    """Return the correlation of two series of ranks; None if one does not vary."""
-    mean = (len(one) + 1) / 2
-    spread = [math.fsum((rank - mean) ** 2 for rank in ranks) for ranks in (one, two)]
-    if not all(spread):
-        return None
-    together = math.fsum((a - mean) * (b - mean) for a, b in zip(one, two, strict=True))
-    return together / math.sqrt(spread[0] * spread[1])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from agent.frontier import Load, frontier, other_failures, rates
-from agent.importance import Importance, importances, observations
+from agent.importance import Importance, importances
 from agent.prose import changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
 from agent.space import from_unit, to_unit, trials
@@ -37,12 +38,14 @@ def tried(view: View) -> list[str]:
     ]
     node = view.incumbent.node if view.incumbent else None
     margin = view.history.noise.standard_deviation if view.history.noise is not None else view.figures.step
-    near = [past for past in scored if _change(view, past) <= margin]
-    near.sort(key=lambda past: (past.parent != node, _change(view, past)))
-    chosen = _labelled("near miss", near[:NEAR], set())
-    chosen += _labelled("recent", scored, {past.number for _, past in chosen})[:RECENT]
-    worst = sorted(scored, key=lambda past: -_change(view, past))
-    chosen += _labelled("clear loss", worst, {past.number for _, past in chosen})[:STRONG]
+    losses = {past.number: _change(view, past) for past in scored}
+    near = [past for past in scored if losses[past.number] <= margin]
+    near.sort(key=lambda past: (past.parent != node, losses[past.number]))
+    worst = sorted(scored, key=lambda past: -losses[past.number])
+    chosen: dict[int, tuple[str, Past]] = {}
+    for label, some, most in (("near miss", near, NEAR), ("recent", scored, RECENT), ("clear loss", worst, STRONG)):
+        further = (past for past in some if past.number not in chosen)
+        chosen |= {past.number: (label, past) for past in itertools.islice(further, most)}
     if not chosen:
         return []
     return [
@@ -50,13 +53,14 @@ def tried(view: View) -> list[str]:
         " may be worth another try on the incumbent.",
         "| | proposal | on | turned | difference | runs | outcome | by |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(_tried(view, label, past) for label, past in chosen),
+        *(_tried(view, label, past) for label, past in chosen.values()),
     ]
 
 
 def responses(view: View) -> list[str]:
     """Return for each knob how much it mattered, and what single changes of it did."""
-    found = {one.knob: one for one in importances(observations(view.history), view.history.knobs)}
+    ranked = importances(view.history, view.effects.values(), view.flats)
+    found = {one.knob: one for one in sorted(ranked, key=lambda one: (-view.figures.rounded(one.effect), one.knob))}
     single: dict[str, list[Past]] = {}
     for past in reversed(view.history.past):
         if len(past.proposal.diff) == 1 and view.effects.get(past.number) and past.verdict is not None:
@@ -70,9 +74,8 @@ def responses(view: View) -> list[str]:
     if not lines:
         return []
     explained = (
-        "Importance: share of the spread of the scores' ranks that lies between the knob's values (Kruskal-Wallis"
-        " epsilon squared; one knob at a time, so knobs turned together share it). Alone: changes of this knob only,"
-        " against the incumbent of their time."
+        "Effect: median size of the differences that turning the knob made; one that turned several knobs counts with"
+        " its share for each. Alone: results of turning this knob only, against the incumbent of their time."
     )
     return [explained, *lines]
 
@@ -132,18 +135,19 @@ def sampler(view: View, suggestions: Sequence[Proposal]) -> list[str]:
 
 def record(view: View) -> list[str]:
     """Return what each source achieved, and the newest predictions of language models beside the results."""
-    found = records(view.history, view.effects)
+    found = records(view.history, view.effects, view.figures)
     if not found:
         return []
     lines = [
-        "| by | proposed | decided | kept | failed | turned away | predictions with the right sign |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| by | proposed | decided | kept | share kept | failed | turned away | predictions with the right sign |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in found[:AT_ONCE]:
         right = f"{share(one.came_true)} of {len(one.predictions)}" if one.predictions else "–"
+        won = share(one.kept / one.decided if one.decided else None)
         lines.append(
-            f"| {word(one.source)} | {one.made} | {one.decided} | {one.kept} | {one.failed} | {one.turned_away}"
-            f" | {right} |"
+            f"| {word(one.source)} | {one.made} | {one.decided} | {one.kept} | {won} | {one.failed}"
+            f" | {one.turned_away} | {right} |"
         )
     asked = [prediction for one in found for prediction in one.predictions if prediction.past.proposal.model]
     asked.sort(key=lambda prediction: prediction.past.number)
@@ -170,12 +174,13 @@ def direction(view: View) -> list[str]:
         " propose a change of another kind, such as knobs that were seldom turned, values far from those tried,"
         " several coupled knobs at once (model and learning rate, batch and learning rate), a near miss of an older"
         " node joined with another, or a branch from an older node. Say what would show that it works.",
+        "What no config has had yet:",
     ]
     flats = [flatten(config) for config in dict.fromkeys(_configs(view))]
     for knob in view.history.knobs.values():
         untried = _untried(knob, [flat[knob.name] for flat in flats if knob.name in flat])
         if untried:
-            lines.append(f"- {word(knob.name)}: no config yet with {', '.join(untried)}")
+            lines.append(f"- {word(knob.name)}: {', '.join(untried)}")
     return lines
 
 
@@ -184,10 +189,6 @@ def _change(view: View, past: Past) -> float:
     change = view.effects[past.number].change
     assert change is not None
     return view.figures.rounded(change)
-
-
-def _labelled(label: str, some: Iterable[Past], without: set[int]) -> list[tuple[str, Past]]:
-    return [(label, past) for past in some if past.number not in without]
 
 
 def _tried(view: View, label: str, past: Past) -> str:
@@ -200,7 +201,7 @@ def _tried(view: View, label: str, past: Past) -> str:
 def _response(view: View, name: str, importance: Importance | None, alone: Sequence[Past]) -> str:
     said = []
     if importance is not None:
-        said.append(f"importance {importance.share:.2f} over {importance.configs} configs{_trend(importance)}")
+        said.append(_importance(view, importance))
     if alone:
         knob = view.history.knobs.get(name)
         ordered = sorted(alone, key=lambda past: (_place(knob, past), past.number))
@@ -208,11 +209,13 @@ def _response(view: View, name: str, importance: Importance | None, alone: Seque
     return f"- {word(name)}: {'; '.join(said)}"
 
 
-def _trend(importance: Importance) -> str:
-    if importance.trend is None:
-        return ""
-    better = "more" if importance.trend < 0 else "less"
-    return f", {better} was better (rank correlation {importance.trend:+.2f})"
+def _importance(view: View, one: Importance) -> str:
+    times = f"{one.turns} result{'' if one.turns == 1 else 's'}"
+    typical = view.figures.score(one.effect) if view.figures.rounded(one.effect) else "within the noise"
+    said = f"effect {typical} ({times})"
+    if one.trend is None:
+        return said
+    return f"{said}, turning it {'up' if one.trend < 0 else 'down'} was better (rank correlation {one.trend:+.2f})"
 
 
 def _place(knob: Knob | None, past: Past) -> float:
@@ -285,8 +288,10 @@ def _untried(knob: Knob, seen: Iterable[Value]) -> list[str]:
     assert knob.low is not None
     assert knob.high is not None
     bands = {min(BANDS - 1, int(BANDS * to_unit(knob, item))) for item in seen if knob.low <= float(item) <= knob.high}
-    return [
-        f"{value(from_unit(knob, band / BANDS))} to {value(from_unit(knob, (band + 1) / BANDS))}"
-        for band in range(BANDS)
-        if band not in bands
-    ]
+    spans: list[list[int]] = []
+    for band in sorted(set(range(BANDS)) - bands):
+        if spans and spans[-1][1] == band:
+            spans[-1][1] = band + 1
+        else:
+            spans.append([band, band + 1])
+    return [f"{value(from_unit(knob, low / BANDS))} to {value(from_unit(knob, high / BANDS))}" for low, high in spans]

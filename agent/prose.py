@@ -21,6 +21,7 @@ LONGEST_QUOTE = 160
 LONGEST_WORD = 48
 MOST_CHANGES = 6
 """Knobs of a diff that are written out; no admitted proposal turns more in our own policies."""
+LONGEST_CHANGES = 300
 NOTHING = "–"
 UNTIL_KNOWN = Noise(standard_deviation=0.01, degrees_of_freedom=1)
 """Rounds to two decimals before the noise is known, or where no spread was seen."""
@@ -65,8 +66,9 @@ def changes(diff: Mapping[str, Value], before: Mapping[str, Value] | None) -> st
         f"{word(name)} {value(known[name])}→{value(new)}" if name in known else f"{word(name)} = {value(new)}"
         for name, new in sorted(diff.items())[:MOST_CHANGES]
     ]
-    more = len(diff) - len(parts)
-    return ", ".join(parts) + (f" and {more} more" if more else "")
+    text, more = ", ".join(parts), len(diff) - len(parts)
+    cut = text if len(text) <= LONGEST_CHANGES else text[: LONGEST_CHANGES - 1] + "…"
+    return cut + (f" and {more} more" if more else "")
 
 
 def size(size_bytes: int | None) -> str:

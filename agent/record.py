@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.evidence import Effect
+from agent.prose import Figures
 from harness.records import History, Past, ProposalState
 
 TURNED_AWAY = (ProposalState.REFUSED, ProposalState.DUPLICATE, ProposalState.STALE)
@@ -20,11 +21,11 @@ class Prediction:
     past: Past
     predicted: float
     measured: float | None
-    """None: it failed, so that there is nothing to measure."""
+    """As finely as it may be shown; None: it failed, so that there is nothing to measure."""
 
     @property
     def came_true(self) -> bool:
-        """Tell whether the change went the way that was predicted; a failure did not."""
+        """Tell whether the change went the way that was predicted; a failure, or one within the noise, did not."""
         return self.measured is not None and self.measured * self.predicted > 0
 
 
@@ -56,12 +57,12 @@ class SourceRecord:
         return _share(one.came_true for one in self.predictions)
 
 
-def records(history: History, past_effects: Mapping[int, Effect]) -> list[SourceRecord]:
+def records(history: History, past_effects: Mapping[int, Effect], figures: Figures) -> list[SourceRecord]:
     """Return the record of every source, those with most proposals first."""
     by_source: dict[str, list[Past]] = {}
     for past in history.past:
         by_source.setdefault(name_of(past), []).append(past)
-    found = [_record(source, own, past_effects) for source, own in by_source.items()]
+    found = [_record(source, own, past_effects, figures) for source, own in by_source.items()]
     return sorted(found, key=lambda record: (-record.made, record.source))
 
 
@@ -86,13 +87,14 @@ def calibration(predictions: Sequence[Prediction]) -> list[Band]:
     return bands
 
 
-def _record(source: str, own: Sequence[Past], past_effects: Mapping[int, Effect]) -> SourceRecord:
+def _record(source: str, own: Sequence[Past], past_effects: Mapping[int, Effect], figures: Figures) -> SourceRecord:
     decided = [past_effects[past.number] for past in own if past.verdict is not None and past.number in past_effects]
-    predictions = tuple(
-        Prediction(past, past.proposal.predicted_change, past_effects[past.number].change)
-        for past in own
-        if past.verdict is not None and past.number in past_effects and past.proposal.predicted_change is not None
-    )
+    predictions = []
+    for past in own:
+        predicted, effect = past.proposal.predicted_change, past_effects.get(past.number)
+        if past.verdict is not None and predicted is not None and effect is not None:
+            measured = None if effect.change is None else figures.rounded(effect.change)
+            predictions.append(Prediction(past, predicted, measured))
     return SourceRecord(
         source=source,
         made=len(own),
@@ -100,7 +102,7 @@ def _record(source: str, own: Sequence[Past], past_effects: Mapping[int, Effect]
         kept=sum(effect.kept for effect in decided),
         failed=sum(effect.failure is not None for effect in decided),
         turned_away=sum(past.state in TURNED_AWAY for past in own),
-        predictions=predictions,
+        predictions=tuple(predictions),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -15,12 +16,11 @@ from harness.config import Knob
 from harness.records import BASELINE, History, Standing, Trial
 
 BUDGETS = {
-    "tok": "every config sees the same number of tokens: fewer tokens per step give more steps, and a bigger model costs"
-    " nothing but time",
-    "flop": "6 × parameters × tokens are counted: a bigger model sees fewer tokens, and fewer tokens per step give more"
-    " steps; speed does not matter",
-    "s": "training time is counted: whatever is faster on this device sees more tokens",
+    "tok": "all configs see as many tokens: a smaller batch gives more steps, a bigger model costs only time",
+    "flop": "6 × parameters × tokens are counted: a bigger model sees fewer tokens, a smaller batch gives more steps",
+    "s": "training time is counted: what runs faster on this device sees more tokens",
 }
+"""What a budget means for a config, by the unit at the end of its text."""
 METRICS = {
     "bits_per_byte": "the text's total nats / (ln 2 × its UTF-8 bytes)",
     "bits_per_pair": "bits per preference pair",
@@ -55,11 +55,11 @@ def task(view: View) -> list[str]:
         f"- Each trial trains one config with one seed under a budget of {word(history.budget)}"
         + (f"; {kind}." if kind else "."),
         f"- Device: {one_line(history.device or 'not known', 80)}, memory {size(memory) if memory else 'not known'}.",
-        f"- A proposal turns 1 to {history.max_changes} knobs of its parent: of the incumbent, unless it names another"
-        f" node of the lineage. A config must reach {history.minimum_steps} optimizer steps. Seed, budget, data and"
-        " evaluation are no knobs; the same config again is turned away.",
-        "- A proposal runs once. Only if that run is clearly below the incumbent's mean is it run again, on fresh seeds"
-        " that the incumbent runs too, until the difference is proven, hopeless or the runs are used up.",
+        f"- A proposal turns 1 to {history.max_changes} knobs of its parent: the incumbent, unless it names another"
+        f" node of the lineage. A config needs {history.minimum_steps} optimizer steps. Seed, budget, data and"
+        " evaluation are no knobs; a config that is known already is turned away.",
+        "- A proposal runs once. Only if that run is clearly below the incumbent's mean does it run again, on fresh"
+        " seeds shared with the incumbent, until the difference is proven, hopeless or the runs are used up.",
     ]
     past = Counter("waiting" if p.state == "queued" else view.outcome(p) for p in history.past)
     ran = Counter(trial.state.value.replace("_", " ") for trial in trials(history))
@@ -81,7 +81,7 @@ def program(view: View) -> list[str]:
 
 def standing(view: View) -> list[str]:
     """Return baseline, incumbent, noise, and what can be proven."""
-    history, figures = view.history, view.figures
+    history = view.history
     baseline, incumbent = history.baseline, view.incumbent
     if baseline is None or incumbent is None:
         return ["- The baseline has no score yet. It runs with several seeds first; then proposals are tried."]
@@ -89,10 +89,9 @@ def standing(view: View) -> list[str]:
     if incumbent.node == baseline.node:
         lines.append("- The baseline is still the incumbent: nothing was kept yet.")
     else:
-        gain = incumbent.score - baseline.score if incumbent.score is not None and baseline.score is not None else None
         lines.append(
-            f"- Incumbent ({node_name(incumbent.node)}): {_level(view, incumbent)},"
-            f" {figures.difference(gain)} from the baseline."
+            f"- Incumbent ({node_name(incumbent.node)}): {_level(view, incumbent)};"
+            f" from the baseline {_gain(view, baseline, incumbent)}."
         )
     lines.append(f"- The incumbent {_size(view, incumbent)}.")
     noise = history.noise
@@ -134,14 +133,14 @@ def knobs(view: View) -> list[str]:
 
 
 def lineage(view: View) -> list[str]:
-    """Return the way from the baseline to the incumbent, the newest steps if it is long, and what branches off."""
+    """Return the way from the incumbent back to the baseline, the newest steps if it is long, and what branches off."""
     nodes = {standing.node: standing for standing in view.history.lineage}
     chain = list(_chain(view.history))
     if len(chain) < 2:
         return []
     past = {past.number: past for past in view.history.past}
     lines = ["| node | on | turned | score | runs | difference | by |", "| --- | --- | --- | --- | --- | --- | --- |"]
-    shown = chain if len(chain) <= LINEAGE_ROWS else [chain[0], *chain[1 - LINEAGE_ROWS :]]
+    shown = chain if len(chain) <= LINEAGE_ROWS else [*chain[: LINEAGE_ROWS - 1], chain[-1]]
     for node in shown:
         step, made = nodes[node], past.get(node)
         before = None if step.parent is None else view.flats.get(step.parent)
@@ -152,7 +151,7 @@ def lineage(view: View) -> list[str]:
             f" | {'the owner' if made is None else word(made.proposal.source)} |"
         )
     if len(chain) > len(shown):
-        lines.append(f"({len(chain) - len(shown)} earlier nodes between the baseline and these are left out.)")
+        lines.append(f"({len(chain) - len(shown)} nodes between the baseline and those above it are left out.)")
     aside = [node_name(node) for node in nodes if node not in set(chain)]
     if aside:
         lines.append(f"Kept once, but not on the way to the incumbent: {', '.join(aside[-LINEAGE_ROWS:])}.")
@@ -194,6 +193,15 @@ def _level(view: View, node: Standing) -> str:
     return f"{view.figures.score(node.score)}{error} over {runs} run{'' if runs == 1 else 's'}"
 
 
+def _gain(view: View, baseline: Standing, incumbent: Standing) -> str:
+    if baseline.score is None or incumbent.score is None:
+        return NOTHING
+    errors = [view.error_of_mean(len(node.scores)) for node in (baseline, incumbent)]
+    known = [error for error in errors if error is not None]
+    error = math.hypot(*known) if len(known) == len(errors) else None
+    return view.figures.difference(incumbent.score - baseline.score) + view.figures.error(error)
+
+
 def _size(view: View, node: Standing) -> str:
     """Return what follows from a config: size of the model, tokens and steps."""
     batch, trial = node.config.batch, view.telling.get(node.config)
@@ -217,21 +225,21 @@ def _allowed(knob: Knob) -> str:
 
 
 def _chain(history: History) -> list[int]:
-    """Return the nodes from the baseline to the incumbent."""
+    """Return the nodes from the incumbent back to the baseline."""
     parents = {standing.node: standing.parent for standing in history.lineage}
     node = history.incumbent.node if history.incumbent is not None else None
     chain: list[int] = []
     while node is not None and node in parents:
         chain.append(node)
         node = parents.pop(node)
-    return chain[::-1]
+    return chain
 
 
 def _curve(view: View, name: str, seen: Signals) -> str:
     probes = "/".join(view.figures.score(probe) for probe in seen.probes)
     norms = f"{number(seen.median_gradient_norm, 2)}→{number(seen.last_gradient_norm, 2)}"
     return (
-        f"| {name} | {number(seen.steps, 4)} | {number(seen.tokens_per_parameter, 2)}"
+        f"| {name} | {NOTHING if seen.steps is None else f'{seen.steps:,}'} | {number(seen.tokens_per_parameter, 2)}"
         f" | {number(seen.tokens_per_second)} | {size(seen.peak_memory_bytes)} | {probes} | {share(seen.late_share)}"
         f" | {view.figures.difference(seen.gap_bits_per_byte)} | {norms} | {share(seen.clipped_share)}"
         f" | {', '.join(_signs(seen)) or NOTHING} |"

@@ -73,7 +73,7 @@ class View:
 
     def runs(self, past: Past) -> str:
         """Return how many runs a difference rests on."""
-        if past.verdict is not None and past.verdict.difference is not None:
+        if past.verdict is not None and past.verdict.replicates:
             return f"{past.verdict.replicates} fresh"
         return "first only"
 
@@ -86,7 +86,7 @@ class View:
 
     def since_kept(self) -> int:
         """Return how many proposals were decided since the last one that was kept."""
-        newest = max((standing.node for standing in self.history.lineage), default=BASELINE)
+        newest = BASELINE if self.incumbent is None else self.incumbent.node
         return sum(past.state is ProposalState.DECIDED and past.number > newest for past in self.history.past)
 
 

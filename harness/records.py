@@ -283,7 +283,7 @@ class Noise:
         if self.standard_deviation <= 0:
             return 0.0
         power = 10.0 ** math.floor(math.log10(self.standard_deviation))
-        return max(power * factor for factor in (1, 2, 5) if factor == 1 or power * factor <= self.standard_deviation)
+        return next((power * factor for factor in (5, 2) if power * factor <= self.standard_deviation), power)
 
     def rounded(self, score: float) -> float:
         """Return a score to the nearest `step`: what a model or an agent is shown.
