@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from agent.space import trials
-from harness.records import FAILURES, History, Trial, TrialState
+from harness.records import FAILURES, Trial, TrialState
 
 MOST_POINTS = 4
 """Configs shown on each side of the memory's edge."""
@@ -39,21 +38,21 @@ class Frontier:
     failures: int
 
 
-def frontier(history: History, vocabulary: int | None) -> Frontier:
+def frontier(trials: Sequence[Trial], vocabulary: int | None) -> Frontier:
     """Return the edge of the memory; ``vocabulary`` gives the parameters of models that never finished."""
-    failed = _loads(history, vocabulary, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
-    fit = _loads(history, vocabulary, lambda trial: trial.score is not None)
+    failed = _loads(trials, vocabulary, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
+    fit = _loads(trials, vocabulary, lambda trial: trial.score is not None)
     return Frontier(
         failed=_edge(sorted(failed, key=_weight), lambda one, other: other.within(one)),
         fit=_edge(sorted(fit, key=_weight, reverse=True), lambda one, other: one.within(other)),
-        failures=sum(trial.state is TrialState.OUT_OF_MEMORY for trial in trials(history)),
+        failures=sum(trial.state is TrialState.OUT_OF_MEMORY for trial in trials),
     )
 
 
-def other_failures(history: History) -> dict[TrialState, list[Trial]]:
+def other_failures(trials: Sequence[Trial]) -> dict[TrialState, list[Trial]]:
     """Return the failed trials by state, memory aside, the newest first."""
     found: dict[TrialState, list[Trial]] = {}
-    for trial in sorted(trials(history), key=lambda trial: -trial.id):
+    for trial in sorted(trials, key=lambda trial: -trial.id):
         if trial.state in FAILURES and trial.state is not TrialState.OUT_OF_MEMORY:
             found.setdefault(trial.state, []).append(trial)
     return found
@@ -65,10 +64,10 @@ def rates(some: Iterable[Trial]) -> tuple[float, float] | None:
     return (min(found), max(found)) if found else None
 
 
-def _loads(history: History, vocabulary: int | None, chosen: Callable[[Trial], bool]) -> list[Load]:
+def _loads(trials: Sequence[Trial], vocabulary: int | None, chosen: Callable[[Trial], bool]) -> list[Load]:
     """Return the load of each config once: that of its first trial."""
     found: dict[tuple[object, int], Load] = {}
-    for trial in trials(history):
+    for trial in trials:
         if chosen(trial):
             batch, model = trial.config.batch, trial.config.model
             tokens = batch.per_device * batch.sequence_length

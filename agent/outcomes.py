@@ -9,7 +9,7 @@ from agent.frontier import Load, frontier, other_failures, rates
 from agent.importance import Importance, importances
 from agent.prose import changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
-from agent.space import from_unit, to_unit, trials
+from agent.space import from_unit, to_unit
 from agent.view import View, node_name
 from harness.config import Knob, TrialConfig, Value, flatten
 from harness.errors import BadValue
@@ -82,18 +82,18 @@ def responses(view: View) -> list[str]:
 
 def failures(view: View) -> list[str]:
     """Return where the memory ends, which rates diverge, and what else went wrong."""
-    edge = frontier(view.history, view.vocabulary)
+    edge = frontier(view.trials, view.vocabulary)
     lines: list[str] = []
     if edge.failures:
         lines.append(f"- Out of memory, {edge.failures}×; the smallest that failed: {_loads(edge.failed)}.")
         lines.append(f"- The largest that fit: {_loads(edge.fit) or 'none yet'}.")
     elif edge.fit:
         lines.append(f"- Nothing ran out of memory. The largest that fit: {_loads(edge.fit[:2])}.")
-    others = other_failures(view.history)
+    others = other_failures(view.trials)
     diverged = others.pop(TrialState.DIVERGED, [])
     if diverged:
         lowest, highest = rates(diverged) or (0.0, 0.0)
-        fine = rates(trial for trial in trials(view.history) if trial.score is not None)
+        fine = rates(trial for trial in view.trials if trial.score is not None)
         well = "" if fine is None else f"; the highest that trained: {value(fine[1])}"
         which = ", ".join(f"{value(t.config.optim.learning_rate)} ({_whose(t)})" for t in diverged[:AT_ONCE])
         span = value(lowest) if lowest == highest else f"{value(lowest)} to {value(highest)}"
@@ -276,7 +276,7 @@ def _configs(view: View) -> Iterator[TrialConfig]:
     """Yield every config that was started."""
     for standing in view.history.lineage:
         yield standing.config
-    for trial in trials(view.history):
+    for trial in view.trials:
         yield trial.config
 
 

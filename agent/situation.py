@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from agent.curves import LOOKS, Signals, signals_of
 from agent.prose import NOTHING, changes, number, one_line, share, size, value, word
-from agent.space import trials
 from agent.view import View, node_name
 from harness.config import Knob
 from harness.records import BASELINE, History, Standing, Trial
@@ -62,8 +61,8 @@ def task(view: View) -> list[str]:
         " seeds shared with the incumbent, until the difference is proven, hopeless or the runs are used up.",
     ]
     past = Counter("waiting" if p.state == "queued" else view.outcome(p) for p in history.past)
-    ran = Counter(trial.state.value.replace("_", " ") for trial in trials(history))
-    spans = [trial.wall_seconds for trial in trials(history) if trial.wall_seconds is not None]
+    ran = Counter(trial.state.value.replace("_", " ") for trial in view.trials)
+    spans = [trial.wall_seconds for trial in view.trials if trial.wall_seconds is not None]
     each = f", {number(statistics.median(spans), 2)} s each (median)" if spans else ""
     lines.append(
         f"- So far {len(history.past)} proposals{_counts(past)}; {ran.total()} trials{_counts(ran)}{each}."
@@ -167,8 +166,8 @@ def curves(view: View) -> list[str]:
             chosen.append((name, trial))
     known = {trial.id for _, trial in chosen}
     newest = sorted(view.telling.values(), key=lambda trial: -trial.id)
-    others = [(node_name(t.proposal), t) for t in newest if t.id not in known and t.proposal is not None]
-    chosen += others[:LATELY]
+    others = (trial for trial in newest if trial.id not in known and trial.proposal is not None)
+    chosen += [(node_name(trial.proposal), trial) for trial in itertools.islice(others, LATELY)]
     if not chosen:
         return []
     at = "/".join(f"{look:.0%}".removesuffix("%") for look in LOOKS)

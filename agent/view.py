@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.evidence import Effect, effects, telling
 from agent.prose import Figures
-from agent.space import vocabulary
+from agent.space import trials, vocabulary
 from harness.config import TrialConfig, Value, flatten
 from harness.records import BASELINE, History, Past, ProposalState, Standing, Trial
 
@@ -23,6 +23,8 @@ class View:
     """By the number of the proposal."""
     flats: Mapping[int, Mapping[str, Value]]
     """Flattened config of each lineage node."""
+    trials: Sequence[Trial]
+    """All of the search."""
     telling: Mapping[TrialConfig, Trial]
     """The scored trial of each config that tells most of it."""
     vocabulary: int | None
@@ -35,6 +37,7 @@ class View:
             figures=Figures.of(history.noise),
             effects={effect.number: effect for effect in effects(history)},
             flats={standing.node: flatten(standing.config) for standing in history.lineage},
+            trials=tuple(trials(history)),
             telling=telling(history),
             vocabulary=vocabulary(history),
         )

@@ -290,7 +290,8 @@ class Noise:
 
         Digits below the noise would invite it to climb the validation split's luck (DESIGN section 7).
         """
-        return score if self.step == 0 else round(round(score / self.step) * self.step, 12)
+        step = self.step
+        return score if step == 0 else round(round(score / step) * step, 12)
 
 
 # --- history -----------------------------------------------------------------------------------------------------
