@@ -85,9 +85,9 @@ def _trend(turns: Sequence[Turn]) -> float | None:
     pairs = [(turn.move, turn.change) for turn in turns if turn.move is not None]
     if len(pairs) < 3:
         return None
-    moves, changes = (_ranks(column) for column in zip(*pairs, strict=True))
+    moves, changes = (ranks(column) for column in zip(*pairs, strict=True))
     mean = (len(pairs) + 1) / 2
-    spread = [math.fsum((rank - mean) ** 2 for rank in ranks) for ranks in (moves, changes)]
+    spread = [math.fsum((rank - mean) ** 2 for rank in column) for column in (moves, changes)]
     if not all(spread):
         return None
     together = math.fsum((a - mean) * (b - mean) for a, b in zip(moves, changes, strict=True))
@@ -95,7 +95,7 @@ def _trend(turns: Sequence[Turn]) -> float | None:
     return correlation if abs(correlation) * math.sqrt(len(pairs) - 1) > 2 else None
 
 
-def _ranks(numbers: Iterable[float]) -> list[float]:
+def ranks(numbers: Iterable[float]) -> list[float]:
     """Return ranks from 1 on, equal numbers sharing the mean of theirs."""
     ordered = sorted(enumerate(numbers), key=lambda pair: pair[1])
     ranks = [0.0] * len(ordered)

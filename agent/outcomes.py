@@ -19,13 +19,13 @@ NEAR, RECENT, STRONG = 8, 8, 4
 """Rows of what was tried: near misses, newest others, and the clearest losses."""
 RESPONSES = 6
 """Values shown of each knob."""
-AT_ONCE = 8
+AT_ONCE = 10
 """Rows of shorter lists."""
 FAILURES_EACH = 3
 SUGGESTED = 4
 BANDS = 4
 """Parts of a knob's range in which an untried one is looked for."""
-INSIGHT_CHARACTERS = 240
+INSIGHT_CHARACTERS = 300
 
 
 def tried(view: View) -> list[str]:
@@ -215,7 +215,7 @@ def _importance(view: View, one: Importance) -> str:
     said = f"effect {typical} ({times})"
     if one.trend is None:
         return said
-    return f"{said}, turning it {'up' if one.trend < 0 else 'down'} was better (rank correlation {one.trend:+.2f})"
+    return f"{said}, the higher the {'better' if one.trend < 0 else 'worse'} (rank correlation {one.trend:+.2f})"
 
 
 def _place(knob: Knob | None, past: Past) -> float:
