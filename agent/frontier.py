@@ -1,8 +1,8 @@
-"""Where configs fail: the edge of the memory, the rates that diverge, and what else went wrong."""
+"""Where configs fail: the edge of the memory, and what else went wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.records import FAILURES, Trial, TrialState
@@ -56,12 +56,6 @@ def other_failures(trials: Sequence[Trial]) -> dict[TrialState, list[Trial]]:
         if trial.state in FAILURES and trial.state is not TrialState.OUT_OF_MEMORY:
             found.setdefault(trial.state, []).append(trial)
     return found
-
-
-def rates(some: Iterable[Trial]) -> tuple[float, float] | None:
-    """Return the lowest and the highest learning rate of some trials; None if there are none."""
-    found = [trial.config.optim.learning_rate for trial in some]
-    return (min(found), max(found)) if found else None
 
 
 def _loads(trials: Sequence[Trial], vocabulary: int | None, chosen: Callable[[Trial], bool]) -> list[Load]:

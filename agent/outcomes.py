@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from agent.frontier import Load, frontier, other_failures, rates
+from agent.frontier import Load, frontier, other_failures
 from agent.importance import Importance, importances
 from agent.prose import changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
@@ -89,19 +89,23 @@ def failures(view: View) -> list[str]:
         lines.append(f"- The largest that fit: {_loads(edge.fit) or 'none yet'}.")
     elif edge.fit:
         lines.append(f"- Nothing ran out of memory. The largest that fit: {_loads(edge.fit[:2])}.")
-    others = other_failures(view.trials)
-    diverged = others.pop(TrialState.DIVERGED, [])
-    if diverged:
-        lowest, highest = rates(diverged) or (0.0, 0.0)
-        fine = rates(trial for trial in view.trials if trial.score is not None)
-        well = "" if fine is None else f"; the highest that trained: {value(fine[1])}"
-        which = ", ".join(f"{value(t.config.optim.learning_rate)} ({_whose(t)})" for t in diverged[:AT_ONCE])
-        span = value(lowest) if lowest == highest else f"{value(lowest)} to {value(highest)}"
-        lines.append(f"- Diverged, {len(diverged)}×, at learning rates {span}{well}. Newest: {which}.")
-    for state, failed in sorted(others.items()):
-        lines.append(f"- {state.value.replace('_', ' ').capitalize()}, {len(failed)}×. Newest:")
-        lines += [f"  - {_whose(t)}: {quoted(t.error_text or 'no text')}" for t in failed[:FAILURES_EACH]]
+    pasts = {past.number: past for past in view.history.past}
+    for state, failed in sorted(other_failures(view.trials).items()):
+        where = _rates(view, failed) if state is TrialState.DIVERGED else ""
+        lines.append(f"- {state.value.replace('_', ' ').capitalize()}, {len(failed)}×{where}. Newest:")
+        for trial in failed[:FAILURES_EACH]:
+            past = None if trial.proposal is None else pasts.get(trial.proposal)
+            turned = "" if past is None else f" ({changes(past.proposal.diff, view.before(past))})"
+            lines.append(f"  - {_whose(trial)}{turned}: {quoted(trial.error_text or 'no text')}")
     return lines
+
+
+def _rates(view: View, diverged: Iterable[Trial]) -> str:
+    """Return the learning rates that diverged beside the highest that did not."""
+    rates = sorted({trial.config.optim.learning_rate for trial in diverged})
+    fine = [trial.config.optim.learning_rate for trial in view.trials if trial.score is not None]
+    span = value(rates[0]) if len(rates) == 1 else f"{value(rates[0])} to {value(rates[-1])}"
+    return f" at learning rate {span}" + (f", while rates up to {value(max(fine))} trained" if fine else "")
 
 
 def waiting(view: View) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from agent.frontier import frontier, other_failures, rates
+from agent.frontier import frontier, other_failures
 from harness.config import apply
 from harness.records import Trial, TrialState
 
@@ -73,5 +73,3 @@ def test_other_failures_are_the_newest_first(make_night: Any) -> None:
         TrialState.DIVERGED: [4],
         TrialState.CRASHED: [3, 1],
     }
-    assert rates(found[TrialState.DIVERGED]) == (3e-4, 3e-4)
-    assert rates([]) is None
