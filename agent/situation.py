@@ -36,7 +36,7 @@ SPIKES_SHOWN = 3
 def precision(view: View) -> str:
     """Return how finely scores are shown."""
     noise, step = view.history.noise, view.figures.step
-    if noise is None:
+    if noise is None or noise.step == 0:
         return f"Scores and differences are rounded to {step:g}: how noisy a run is, is not known yet."
     return f"Scores and differences are rounded to {step:g}, about the noise of one run: finer digits would be luck."
 
@@ -119,11 +119,12 @@ def knobs(view: View) -> list[str]:
     began = view.flats.get(BASELINE, base)
     lines = ["| knob | incumbent | baseline | allowed | turned | watch |", "| --- | --- | --- | --- | --- | --- |"]
     for knob in history.knobs.values():
-        now, first = base.get(knob.name, knob.default), began.get(knob.name, knob.default)
+        now, first = base.get(knob.name), began.get(knob.name)
         idle = " (no meaning now)" if base and not knob.is_active(base) else ""
+        start = f"{value(knob.default)} by default" if first is None else "same" if now == first else value(first)
         lines.append(
-            f"| {word(knob.name)} | {value(now)}{idle} | {'same' if now == first else value(first)} | {_allowed(knob)}"
-            f" | {turned[knob.name]}× | {one_line(knob.watch, WATCH_CHARACTERS)} |"
+            f"| {word(knob.name)} | {value(now)}{idle} | {start} | {_allowed(knob)} | {turned[knob.name]}×"
+            f" | {one_line(knob.watch, WATCH_CHARACTERS)} |"
         )
     fixed = {name: item for name, item in base.items() if name not in history.knobs}
     if fixed:
@@ -134,7 +135,7 @@ def knobs(view: View) -> list[str]:
 def lineage(view: View) -> list[str]:
     """Return the way from the incumbent back to the baseline, the newest steps if it is long, and what branches off."""
     nodes = {standing.node: standing for standing in view.history.lineage}
-    chain = list(_chain(view.history))
+    chain = _chain(view.history)
     if len(chain) < 2:
         return []
     past = {past.number: past for past in view.history.past}
@@ -151,7 +152,7 @@ def lineage(view: View) -> list[str]:
         )
     if len(chain) > len(shown):
         lines.append(f"({len(chain) - len(shown)} nodes between the baseline and those above it are left out.)")
-    aside = [node_name(node) for node in nodes if node not in set(chain)]
+    aside = [node_name(node) for node in sorted(set(nodes) - set(chain))]
     if aside:
         lines.append(f"Kept once, but not on the way to the incumbent: {', '.join(aside[-LINEAGE_ROWS:])}.")
     return lines
