@@ -5,20 +5,26 @@ One function for the driver and for `overnight briefing`, so that what a person 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness import origin
 from harness.errors import BadInput
 from harness.noise import smallest_provable
 from harness.queries import Reader
-from harness.records import History
+from harness.records import History, ProposalState
 from harness.study import Study
 
 
 def history_of(study: Study, reader: Reader) -> History:
-    """Return all that a proposer may know, as of one moment; `BadInput` if program.md is there and cannot be read."""
+    """Return all that a proposer may know, as of one moment; `BadInput` if program.md is there and cannot be read.
+
+    Running proposals come without their trials, so that the answer is the same whether it is asked for when they begin
+    or, after a crash, in their middle.
+    """
     policy = study.policy
     with reader.snapshot():
         noise = reader.noise()
-        return reader.history(
+        history = reader.history(
             knobs=policy.knobs,
             max_changes=policy.proposals.max_changes,
             minimum_steps=policy.proposals.minimum_steps,
@@ -26,6 +32,8 @@ def history_of(study: Study, reader: Reader) -> History:
             program=_program(study),
             device_memory_bytes=origin.device_memory_bytes(study.device),
         )
+    past = (replace(p, trials=()) if p.state is ProposalState.RUNNING else p for p in history.past)
+    return replace(history, past=tuple(past))
 
 
 def _program(study: Study) -> str:

@@ -12,10 +12,10 @@ import pytest
 from agent.briefing import brief
 from frozen.timer import Budget
 from harness import cli, origin
-from harness.config import flatten
+from harness.config import Value, apply, flatten
 from harness.history import history_of
 from harness.noise import smallest_provable
-from harness.records import Role
+from harness.records import Proposal, ProposalState, Role
 from harness.replay import Replay
 from harness.view import Silent
 
@@ -49,6 +49,18 @@ def test_a_program_that_is_gone_or_no_text_ends_no_night(won: Any) -> None:
     assert history_of(won.study, won.reader).program == ""
     won.study.paths.program_md.write_bytes(b"caf\xe9")
     assert history_of(won.study, won.reader).program == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_running_proposal_is_shown_without_its_trials(won: Any) -> None:
+    """A proposal that is asked for at the start of another's trials or in their middle is the same."""
+    diff: dict[str, Value] = {"optim.learning_rate": 2e-3}
+    number = won.ledger.queue(Proposal(diff=diff, source="hand", rationale="slower", watch="loss"))
+    config = apply(won.study.baseline, diff)
+    won.ledger.start(number, 1, config)
+    before = history_of(won.study, won.reader)
+    won.run(config, 0, Role.SCREEN, number)
+    assert history_of(won.study, won.reader) == before
+    assert before.past[-1].state is ProposalState.RUNNING
 
 
 def test_a_full_run_changes_nothing_that_a_model_is_shown(won: Any) -> None:
