@@ -33,9 +33,10 @@ from harness import answers, coarse
 from harness.config import Value
 from harness.disk import NOT_WRITABLE
 from harness.errors import BadValue, OvernightError, WrongUse
+from harness.history import briefing_of
 from harness.inbox import Insight, post, waiting
 from harness.locks import driver_lives
-from harness.proposers import HUMAN, load_proposer, outsider
+from harness.proposers import HUMAN, outsider
 from harness.proposing import Wish, check, send, taken
 from harness.queries import Reader
 from harness.reading import named_trial, proposal_number
@@ -146,7 +147,8 @@ class Tools:
     @_told()
     def briefing(self) -> answers.BriefingAnswer:
         """Give the whole picture in one text, made for reasoning: what was tried, what helped, what failed."""
-        return answers.BriefingAnswer(text=briefing(self._study))
+        with Reader(self._study.paths.ledger) as reader:
+            return answers.BriefingAnswer(text=briefing_of(self._study, reader))
 
     @_told()
     def propose(
@@ -265,23 +267,6 @@ def _outcome(reader: Reader, ended: Ended) -> str:
 def _no_person(name: str) -> None:
     if name.lower() == HUMAN:
         raise BadValue(f"{name!r} is what people are called in the ledger: give a name of your own")
-
-
-def briefing(study: Study) -> str:
-    """Return what a language model would be shown of the study now."""
-    policy = study.policy
-    with Reader(study.paths.ledger) as reader:
-        history = reader.history(
-            knobs=policy.knobs,
-            max_changes=policy.proposals.max_changes,
-            minimum_steps=policy.proposals.minimum_steps,
-            program=study.paths.program_md.read_text(encoding="utf-8") if study.paths.program_md.exists() else "",
-        )
-    proposer = load_proposer(BRIEFER)
-    try:
-        return proposer.briefing(history)
-    finally:
-        proposer.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

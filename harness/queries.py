@@ -315,6 +315,7 @@ class Reader:
         knobs: Mapping[str, Knob],
         max_changes: int,
         minimum_steps: int,
+        smallest_provable: float | None = None,
         program: str = "",
         device_memory_bytes: int | None = None,
     ) -> History:
@@ -336,6 +337,7 @@ class Reader:
                 incumbent=lineage[-1] if lineage else None,
                 lineage=lineage,
                 noise=self.noise(),
+                smallest_provable=smallest_provable,
                 past=past,
                 device=devices[0]["device"] if devices else study.device,
                 device_memory_bytes=device_memory_bytes,

@@ -1,4 +1,7 @@
-"""The commands that only read: status, ledger, show, lineage, compare. They write nothing and import nothing slow."""
+"""The commands that only read: status, ledger, show, lineage, compare, briefing.
+
+They write nothing and import nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from harness.report import documents, summary
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
 
 PIPED_COLUMNS = 160
 """Width where the output is no terminal: wide enough that `grep` finds a row in one line."""
@@ -123,6 +127,17 @@ def show(arguments: argparse.Namespace) -> int:
         from harness.report import table
 
         _print(table.trial(trial, sensors))
+    return 0
+
+
+def briefing(arguments: argparse.Namespace) -> int:
+    """Print what the study's proposer would show a language model now."""
+    from harness.history import briefing_of
+    from harness.study import load
+
+    paths = chosen(arguments.study)
+    with Reader(paths.ledger) as reader:
+        sys.stdout.write(briefing_of(load(paths.root), reader))
     return 0
 
 

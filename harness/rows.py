@@ -264,6 +264,8 @@ PLAIN_COLUMNS = (
     *("seal", "error_class", "error_text", "checkpoint_digest"),
 )
 """Columns of ``trials`` that are fields of `Trial` as they are."""
+POINT_COLUMNS = tuple(CurvePoint.model_fields)
+"""Looked up once: a long study has a hundred thousand points."""
 
 
 def trial_value(row: sqlite3.Row, configs: Configs, curve: tuple[CurvePoint, ...]) -> Trial:
@@ -281,7 +283,7 @@ def trial_value(row: sqlite3.Row, configs: Configs, curve: tuple[CurvePoint, ...
 
 def point_value(row: sqlite3.Row) -> CurvePoint:
     """Return a row of ``curves`` as a value."""
-    return CurvePoint(**{name: row[name] for name in CurvePoint.model_fields})
+    return CurvePoint(**{name: row[name] for name in POINT_COLUMNS})
 
 
 def verdict_value(row: sqlite3.Row) -> Verdict:

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import assert_never
 
 from harness import checkpoints
@@ -20,6 +19,7 @@ from harness.config import TrialConfig, flatten
 from harness.desk import StudyDesk
 from harness.errors import OvernightError, StoppedEarly
 from harness.expectations import expectations
+from harness.history import history_of
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.limits import Limits, driver_seconds, reached
@@ -371,18 +371,8 @@ class Loop:
         return f"proposer {self.proposer.name} has nothing new to propose ({self.fruitless()} fruitless in a row)"
 
     def history(self) -> History:
-        """Return what a proposer is given: running proposals without their trials.
-
-        So that the answer is the same whether it is asked for when they begin or, after a crash, in their middle.
-        """
-        policy = self.study.policy
-        history = self.reader.history(
-            knobs=policy.knobs,
-            max_changes=policy.proposals.max_changes,
-            minimum_steps=policy.proposals.minimum_steps,
-        )
-        past = (replace(p, trials=()) if p.state is ProposalState.RUNNING else p for p in history.past)
-        return replace(history, past=tuple(past))
+        """Return what a proposer is given."""
+        return history_of(self.study, self.reader)
 
 
 def _named(number: int) -> str:
