@@ -26,7 +26,7 @@ MAKERS: dict[str, Any] = {
     "random": RandomProposer,
     "rules": RulesProposer,
     "sampler": SamplerProposer,
-    "mixed": lambda: MixedProposer(Drawn()),
+    "mixed": lambda: MixedProposer(Drawn),
 }
 
 

@@ -29,7 +29,7 @@ class Broken(OfflineProposer):
 def test_rules_open_and_then_both_have_their_share(make_night: Any) -> None:
     """The first few are the rules'; after that neither is starved, and the source says who it was."""
     night = make_night()
-    sources = [proposal.source for proposal in night.search(MixedProposer(Stub()), 24)]
+    sources = [proposal.source for proposal in night.search(MixedProposer(Stub), 24)]
     assert sources[:OPENING] == ["rules"] * OPENING
     counts = Counter(sources[OPENING:])
     assert set(counts) == {"rules", "sampler"}
@@ -39,7 +39,7 @@ def test_rules_open_and_then_both_have_their_share(make_night: Any) -> None:
 def test_who_wins_gets_more(make_night: Any) -> None:
     """Kept proposals raise a proposer's share, up to a limit."""
     night = make_night()
-    night.search(MixedProposer(Stub()), 3)  # the rules' sweep: two of three are kept
+    night.search(MixedProposer(Stub), 3)  # the rules' sweep: two of three are kept
     assert shares(night.history())["rules"] > 0.5
     assert shares(night.history())["rules"] <= 1 - LEAST_SHARE
 
@@ -47,7 +47,7 @@ def test_who_wins_gets_more(make_night: Any) -> None:
 def test_the_night_survives_a_broken_sampler(make_night: Any) -> None:
     """When the sampler's process fails the others go on, and the ledger says what happened."""
     night = make_night()
-    made = night.search(MixedProposer(Broken()), 15)
+    made = night.search(MixedProposer(Broken), 15)
     assert len(made) == 15
     assert {proposal.source for proposal in made} == {"rules"}
     assert any("no process" in proposal.rationale for proposal in made)
