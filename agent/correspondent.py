@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 from agent.asking import Answer, AskFailed, Provider, Question, Trouble
@@ -21,7 +21,7 @@ from agent.briefing import brief
 from agent.desk import LeavableDesk
 from agent.evidence import plateaued
 from agent.instructions import SYSTEM
-from agent.patience import Line, Patience
+from agent.patience import Notice, Patience
 from agent.reply import BadReply, Reply, read, schema
 from harness.errors import SpendingCapReached
 from harness.records import Desk, History, Proposal
@@ -33,6 +33,8 @@ DEADLINE_SECONDS = 300.0
 """For one call, by the wall clock: reasoning models think for minutes, and the device does not wait for them."""
 MOST_OUTPUT_TOKENS = 16_000
 """Of one call: three proposals take about 1,000, the rest is room to reason. It counts against the caps in advance."""
+CLOSING_SECONDS = 1.0
+"""For a call that is broken off to say what it used. A row closed without that counts at its worst case."""
 QUOTED_CHARACTERS = 6_000
 """Of a reply that is shown back to be repaired."""
 
@@ -104,10 +106,12 @@ class Correspondent:
         return ()
 
     def close(self) -> None:
-        """Break off the call in flight and close its row, without waiting for its thread."""
+        """Break off the call in flight; its row is closed by whoever was sending it, or else here."""
         self._is_closed = True
-        self._desk.leave()
         self._provider.close()
+        if self._call is not None and self._desk.has_open_calls:
+            wait([self._call], timeout=CLOSING_SECONDS)
+        self._desk.leave()
 
     # --- in the call's thread --------------------------------------------------------------------------------------
 
@@ -158,9 +162,9 @@ class Correspondent:
             raise BadReply("; ".join(["it holds no proposal", *reply.faults]))
         return reply
 
-    def _say(self, line: Line | None) -> None:
-        if line is not None:
-            self._desk.event(line.kind, line.text)
+    def _say(self, notice: Notice | None) -> None:
+        if notice is not None and not self._is_closed:  # a call that closing broke off is no trouble
+            self._desk.event(notice.kind, notice.text)
 
 
 def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal, ...]]) -> None:

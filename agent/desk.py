@@ -25,6 +25,12 @@ class LeavableDesk:
         self._begun: dict[int, float] = {}
         self._is_left = False
 
+    @property
+    def has_open_calls(self) -> bool:
+        """Tell whether a call was begun and not ended."""
+        with self._lock:
+            return bool(self._begun)
+
     def begin_call(self, call: CallBegun) -> int:
         """Return the number of a call that may be sent now; `AskFailed` once the desk is left."""
         with self._lock:

@@ -27,7 +27,7 @@ LONGEST_TEXT = 400
 DECLINED = frozenset({Trouble.REFUSED, Trouble.FILTERED})
 
 
-class Line(NamedTuple):
+class Notice(NamedTuple):
     """An event for the ledger."""
 
     kind: str
@@ -52,8 +52,8 @@ class Patience:
         """Tell whether the model may be asked at this moment, in seconds of a monotonic clock."""
         return not self._is_off and (self._not_before is None or now >= self._not_before)
 
-    def answered(self, now: float) -> Line | None:
-        """Note an answer that could be used; a line if it ends a series of failures."""
+    def answered(self, now: float) -> Notice | None:
+        """Note an answer that could be used; a notice if it ends a series of failures."""
         failures, since = self._failures, self._failed_since
         self._not_before = self._failed_since = None
         self._failures = self._refusals = 0
@@ -61,10 +61,10 @@ class Patience:
         if since is None:
             return None
         count = "1 failure" if failures == 1 else f"{failures} failures"
-        return Line("model_back", f"{self._who} answers again, after {count} in {_duration(now - since)}")
+        return Notice("model_back", f"{self._who} answers again, after {count} in {_duration(now - since)}")
 
-    def failed(self, error: AskFailed, now: float, seed: int) -> Line | None:
-        """Note a failure; a line for the first of its class in a series, for each refusal, and for the last of all.
+    def failed(self, error: AskFailed, now: float, seed: int) -> Notice | None:
+        """Note a failure; a notice for the first of its class in a series, for each refusal, and for the last of all.
 
         ``seed`` is the study's: the same outage of the same study has the same pauses.
         """
@@ -81,15 +81,15 @@ class Patience:
         if error.trouble in self._told and error.trouble not in DECLINED:
             return None
         self._told.add(error.trouble)
-        return Line(
+        return Notice(
             "model_trouble",
             f"{self._who}: {said} – asked again in {_duration(pause)}; the search goes on without it",
         )
 
-    def switch_off(self, why: str) -> Line:
+    def switch_off(self, why: str) -> Notice:
         """Stop asking for the rest of the run, and say so."""
         self._is_off = True
-        return Line("model_off", f"{self._who} is switched off for this run: {why}; the search goes on without it")
+        return Notice("model_off", f"{self._who} is switched off for this run: {why}; the search goes on without it")
 
     def _pause_seconds(self, trouble: Trouble, seed: int) -> float:
         doublings = min(self._failures - 1, 20)  # beyond any pause, and no overflow after a year of outage
