@@ -69,6 +69,8 @@ class Correspondent:
         self._clock = clock
         self._start = start
         self._patience = Patience(f"{provider.name} {provider.model}")
+        self._faults: tuple[str, ...] = ()
+        """What could not be taken of the last answer."""
         self._call: Future[tuple[Proposal, ...]] | None = None
         self._is_closed = False
 
@@ -126,6 +128,7 @@ class Correspondent:
             self._say(self._patience.failed(error, self._clock(), history.seed))
             return ()
         self._say(self._patience.answered(self._clock()))
+        self._faults = reply.faults
         if reply.faults:
             self._desk.keep(answer.call, "faults.txt", "\n".join(reply.faults) + "\n")
         for insight in reply.insights:
@@ -137,7 +140,7 @@ class Correspondent:
         question = Question(
             purpose="proposals",
             system=SYSTEM,
-            text=brief(history, suggestions=self._suggest(history), plateau=plateaued(history)),
+            text=brief(history, suggestions=self._suggest(history), plateau=plateaued(history)) + _rest(self._faults),
             name="proposals",
             schema=schema(history.knobs, history.max_changes, AT_ONCE),
             most_output_tokens=MOST_OUTPUT_TOKENS,
@@ -176,14 +179,11 @@ def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal
 
 def _repair(question: Question, answer: Answer, fault: str) -> Question:
     """Return the same question with the reply that could not be read, quoted, and what was wrong with it."""
-    shown = answer.text[:QUOTED_CHARACTERS]
-    quoted = "\n".join(f"> {line}" for line in shown.splitlines()) or "> (nothing)"
-    cut = "\n> … (cut)" if len(shown) < len(answer.text) else ""
     text = (
         f"{question.text}\n\n"
         "## Your last reply could not be read\n\n"
-        f"What was wrong with it: {fault}\n\n"
-        f"It was:\n\n{quoted}{cut}\n\n"
+        f"What was wrong with it:\n\n{_quoted(fault)}\n\n"
+        f"It was:\n\n{_quoted(answer.text)}\n\n"
         "Answer again, with one JSON document that fits the schema and nothing else.\n"
     )
     return Question(
@@ -194,6 +194,19 @@ def _repair(question: Question, answer: Answer, fault: str) -> Question:
         schema=question.schema,
         most_output_tokens=question.most_output_tokens,
     )
+
+
+def _rest(faults: Sequence[str]) -> str:
+    """Return what the briefing cannot know: parts of the last answer that never became a row."""
+    if not faults:
+        return ""
+    return f"\n\n## Of your last answer, this could not be taken\n\n{_quoted(chr(10).join(faults))}\n"
+
+
+def _quoted(text: str) -> str:
+    """Return a text of the model line by line behind ``>``, so that nothing in it can end the quotation."""
+    lines = "\n".join(f"> {line}" for line in text[:QUOTED_CHARACTERS].splitlines())
+    return lines + ("\n> … (cut)" if len(text) > QUOTED_CHARACTERS else "")
 
 
 def _shared(proposals: Sequence[Proposal], answer: Answer) -> tuple[Proposal, ...]:

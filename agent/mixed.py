@@ -97,20 +97,24 @@ class MixedProposer:
         return model_share(history, source)
 
     def _next(self, history: History) -> Proposal | None:
-        return self._answer(history, self._model) or self._offline(history)
+        if self._is_models_turn(history):
+            return self._answer(history)
+        proposal = self._offline(history)
+        return self._answer(history) if proposal is None and self._answers else proposal
 
-    def _answer(self, history: History, model: Correspondent | None) -> Proposal | None:
-        """Return a proposal of the language model if it is its turn and one is there."""
-        if model is None or history.baseline is None or history.baseline.score is None:
-            return None
+    def _is_models_turn(self, history: History) -> bool:
+        """Look for answers of the language model, and tell whether it is its turn and one is there."""
+        if self._model is None or history.baseline is None or history.baseline.score is None:
+            return False
         if not self._answers:
-            self._answers.extend(model.offer(history))
-        share = self.model_share(history, model.source)
-        if not self._answers or not is_due(history, model.source, share):
-            return None
+            self._answers.extend(self._model.offer(history))
+        source = self._model.source
+        return bool(self._answers) and is_due(history, source, self.model_share(history, source))
+
+    def _answer(self, history: History) -> Proposal:
         proposal = self._answers.popleft()
-        if not self._answers:  # asked now, the next answers are there when this proposal has run
-            self._answers.extend(model.offer(queued(history, proposal)))
+        if self._model is not None and not self._answers:  # asked now, the next ones are there when this one has run
+            self._answers.extend(self._model.offer(queued(history, proposal)))
         return proposal
 
     def _offline(self, history: History) -> Proposal | None:

@@ -94,7 +94,7 @@ class Patience:
     def _pause_seconds(self, trouble: Trouble, seed: int) -> float:
         doublings = min(self._failures - 1, 20)  # beyond any pause, and no overflow after a year of outage
         grown = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**doublings)
-        pause = max(grown, REFUSAL_PAUSE_SECONDS) if trouble in DECLINED else grown
+        pause = REFUSAL_PAUSE_SECONDS if trouble in DECLINED else grown
         digest = hashlib.sha256(f"{seed}/{self._failures}/pause".encode()).digest()
         position = int.from_bytes(digest[:4], "big") / 2**32
         return pause * (1 + JITTER * (2 * position - 1))
@@ -108,4 +108,4 @@ def _cut(text: str) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"

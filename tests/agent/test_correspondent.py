@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -158,6 +159,20 @@ def test_an_answer_without_proposals_is_not_asked_for_again_at_once(setting: Any
     for _ in range(10):
         here.step(0.1)
     assert [call.purpose for call in here.book.begun] == ["proposals", "repair"]
+
+
+def test_what_could_not_be_taken_is_shown_the_next_time(setting: Any) -> None:
+    """One bad proposal does not lose the others; the reader finds why, and so does the model."""
+    half = json.loads(reply(*RATES))
+    half["proposals"][1]["changes"] = "a higher rate"
+    here = setting(json.dumps(half), reply(*RATES), reply(*RATES))
+    here.step()
+    assert len(here.step()) == 2
+    assert "Proposal 2" in here.book.kept[1, "faults.txt"]
+    here.step()
+    here.step()
+    here.step()
+    assert ["> Proposal 2" in question.text for question in here.actor.questions] == [False, True, False]
 
 
 # --- failures ----------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from agent.offline import OfflineProposer
 from agent.sampler import SamplerFailed
 from agent.space import queued
 from harness.errors import WrongUse
+from harness.policy import Policy
 from harness.records import History, Proposal
-from tests.agent.doubles import Actor, Drawn, Evening, Outcome, ideas
+from tests.agent.doubles import Actor, Drawn, Evening, Outcome, ideas, reply
 
 DOWN = AskFailed(Trouble.UNREACHABLE, "connection refused")
 
@@ -227,3 +228,16 @@ def test_the_briefing_shows_what_the_sampler_would_try(make_night: Any) -> None:
     first, second = proposer.briefing(night.history()), proposer.briefing(night.history())
     assert first == second
     assert len(shown) == 2
+
+
+def test_a_model_is_heard_when_the_others_are_dry(make_night: Any, policy: Policy) -> None:
+    """A search does not end while an answer waits, whoever's turn it is."""
+    names = ("schedule.shape", "sampling.order")
+    fixed = dict(policy.fixed) | {name: knob.default for name, knob in policy.knobs.items() if name not in names}
+    small = policy.model_copy(update={"knobs": {name: policy.knobs[name] for name in names}, "fixed": fixed})
+    again = reply(*[{"schedule.shape": "cosine"}] * 3)
+    evening = Evening(make_night(policy=small), [again] * 9, call_seconds=0.0)
+    made = evening.night.search(evening.proposer, 1)
+    evening.threads.advance(0.0)
+    made += evening.night.search(evening.proposer, 20)
+    assert [proposal.source for proposal in made].count("anthropic") == 3

@@ -83,7 +83,7 @@ def test_retry_after_is_honoured_however_long(seconds: float) -> None:
     assert not patience.allows(seconds - 1)
     assert patience.allows(seconds)
     assert notice is not None
-    assert ("8.0 h" if seconds > 100 else "30 s") in notice.text
+    assert ("8 h" if seconds > 100 else "30 s") in notice.text
 
 
 def test_a_long_outage_is_two_lines() -> None:
