@@ -19,9 +19,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.evidence import Effect, Signals, differs_only_in, effects, signals
+from agent.curves import Signals
+from agent.evidence import Effect, differs_only_in, effects, signals
 from agent.offline import OfflineProposer
-from agent.space import Space, config_of, from_unit, propose_each, show, tidy, to_unit
+from agent.prose import Figures
+from agent.space import Space, config_of, from_unit, propose_each, searched, show, tidy, to_unit
 from harness.config import Value, flatten
 from harness.records import History, Proposal, TrialState
 
@@ -218,7 +220,7 @@ def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
         if config is None or not differs_only_in(config, base, RATE) or config.digest == base.digest:
             continue
         effect = next((e for e in s.past if e.number == past.number), None)
-        scored = [trial.score for trial in past.trials if trial.score is not None]
+        scored = [trial.score for trial in searched(past.trials) if trial.score is not None]
         if scored:
             points[config.optim.learning_rate] = sum(scored) / len(scored)
         elif effect is not None and effect.failure is not None:
@@ -315,11 +317,12 @@ def join(s: Situation) -> Iterator[Idea]:
     """Join changes that looked good and could not be proven alone: together they may stand out of the noise."""
     near = [e for e in s.past if not e.kept and not e.pending and e.change is not None and e.change < 0]
     near.sort(key=lambda effect: (effect.change, effect.number))
+    figures = Figures.of(s.space.history.noise)
     for one, two in itertools.combinations(near[:4], 2):
         if set(one.diff) & set(two.diff):
             continue
         together = -((one.change or 0) + (two.change or 0)) / 2
-        seen = f"{one.change:+.4f}, {two.change:+.4f}"
+        seen = f"{figures.difference(one.change)}, {figures.difference(two.change)}"
         why = f"Proposals {one.number} and {two.number} looked better ({seen}) but were not proven: both at once."
         yield Idea({**one.diff, **two.diff}, why, together / s.space.base_score, 0.4)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.config import Diff, Knob, TrialConfig, Value, apply, difference, flatten
 from harness.errors import BadValue, UnknownKnob
-from harness.records import History, Past, Proposal, ProposalState, Trial
+from harness.records import History, Past, Proposal, ProposalState, Role, Trial
 
 SIGNIFICANT_DIGITS = 3
 """Of a proposed number: people read them, and no training run tells 0.00123 from 0.0012345."""
@@ -82,27 +82,32 @@ class Space:
         budget = self.history.budget
         if budget.endswith("tok"):
             return float(budget.removesuffix("tok")) / config.batch.tokens_per_step
-        vocabulary = self.vocabulary
-        if not budget.endswith("flop") or vocabulary is None:
+        entries = vocabulary(self.history)
+        if not budget.endswith("flop") or entries is None:
             return None
-        per_step = 6 * config.model.parameters(vocabulary) * config.batch.tokens_per_step
+        per_step = 6 * config.model.parameters(entries) * config.batch.tokens_per_step
         return float(budget.removesuffix("flop")) / per_step
 
-    @property
-    def vocabulary(self) -> int | None:
-        """Entries of the study's tokenizer, solved for from a trial's parameter count; None before the first trial."""
-        for trial in trials(self.history):
-            if trial.parameters is not None:
-                model = trial.config.model
-                return (trial.parameters - model.parameters(0)) // model.width
-        return None
+
+def vocabulary(history: History) -> int | None:
+    """Return the entries of the study's tokenizer, solved for from a trial's parameters; None before the first one."""
+    for trial in trials(history):
+        if trial.parameters is not None:
+            model = trial.config.model
+            return (trial.parameters - model.parameters(0)) // model.width
+    return None
 
 
 def trials(history: History) -> Iterator[Trial]:
-    """Yield all trials of a history, the baseline's own first."""
-    yield from history.baseline_trials
+    """Yield all trials of the search, the baseline's own first."""
+    yield from searched(history.baseline_trials)
     for past in history.past:
-        yield from past.trials
+        yield from searched(past.trials)
+
+
+def searched(some: Iterable[Trial]) -> Iterator[Trial]:
+    """Leave out what must not be learned from: full runs, whose budget is another, and the untrained reference."""
+    return (trial for trial in some if trial.role not in (Role.FINAL, Role.REFERENCE))
 
 
 def propose_each(history: History, count: int, make: Callable[[History], Proposal | None]) -> Sequence[Proposal]:

@@ -20,7 +20,7 @@ from harness.errors import OvernightError
 INTERRUPTED = 130
 COMMANDS = (
     *("init", "run", "propose", "pause", "resume", "stop"),
-    *("status", "ledger", "lineage", "show", "compare"),
+    *("status", "ledger", "lineage", "show", "compare", "briefing"),
     *("replay", "verify", "report", "doctor"),
 )
 EPILOG = "STUDY is a name under runs/ or a path; where it may be left out, it is the only study or the one that runs."
@@ -171,6 +171,8 @@ def _reading_commands(commands: _Commands) -> None:
     command.add_argument("a", metavar="A", help="a trial's number, or best, or baseline")
     command.add_argument("b", metavar="B", help="likewise")
     _json(command)
+    command = _add(commands, "briefing", "harness.reading:briefing", "what a language model would be shown now")
+    _study(command)
 
 
 def _other_commands(commands: _Commands) -> None:

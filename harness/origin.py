@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ import harness
 from harness.seal import PACKAGES, tool_version
 
 _GIT_SECONDS = 10
+_GPU_SECONDS = 10
 
 
 class Commit(NamedTuple):
@@ -63,6 +66,37 @@ def device(environment: Mapping[str, str] = os.environ, nodes: Path = Path("/dev
     built_for_cpu = importlib.metadata.version("torch").endswith("+cpu")
     present = any(node.name[len("nvidia") :].isdigit() for node in nodes.glob("nvidia*"))
     return "cuda:0" if present and not hidden and not built_for_cpu else "cpu"
+
+
+def device_memory_bytes(
+    device: str, environment: Mapping[str, str] = os.environ, folders: str | None = None
+) -> int | None:
+    """Return the memory of the GPU, or of the machine on a CPU, without importing torch; None where nobody says.
+
+    A GPU is asked for through the driver's own ``nvidia-smi``, looked for in ``folders`` (default: PATH). Where
+    CUDA_VISIBLE_DEVICES lists some, ``cuda:0`` is the first of those; ``nvidia-smi`` takes both numbers and UUIDs.
+    """
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    program = shutil.which("nvidia-smi", path=folders)
+    if program is None:
+        return None
+    index = int(device.removeprefix("cuda:"))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    return _gpu_memory_bytes(program, names[index] if index < len(names) else str(index))
+
+
+@functools.cache
+def _gpu_memory_bytes(program: str, gpu: str) -> int | None:
+    """Ask once: a driver needs the answer for every proposal, and it does not change."""
+    question = [program, f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(question, capture_output=True, text=True, timeout=_GPU_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    answer = done.stdout.strip()
+    return int(answer) << 20 if done.returncode == 0 and answer.isascii() and answer.isdigit() else None
 
 
 def threads() -> int:

@@ -12,6 +12,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +28,7 @@ from harness.records import (
     Noise,
     Past,
     ProposalState,
+    Role,
     Standing,
     Trial,
     TrialState,
@@ -276,12 +278,17 @@ class Reader:
         knobs: Mapping[str, Knob],
         max_changes: int,
         minimum_steps: int,
+        smallest_provable: float | None = None,
         program: str = "",
         device_memory_bytes: int | None = None,
     ) -> History:
-        """Return all that a proposer may know, as of one moment."""
+        """Return all that a proposer may know, as of one moment.
+
+        Full runs are left out: their budget is another, and who looks at them has looked beside the holdout.
+        """
         with self.snapshot():
-            study, past, lineage = self.study(), self.past(), self.lineage()
+            study, lineage = self.study(), self.lineage()
+            past = tuple(replace(past, trials=_searched(past.trials)) for past in self.past())
             devices = self._rows("SELECT device FROM trials ORDER BY id DESC LIMIT 1")
             return History(
                 study=study.name,
@@ -297,12 +304,13 @@ class Reader:
                 incumbent=lineage[-1] if lineage else None,
                 lineage=lineage,
                 noise=self.noise(),
+                smallest_provable=smallest_provable,
                 past=past,
                 device=devices[0]["device"] if devices else study.device,
                 device_memory_bytes=device_memory_bytes,
                 program=program,
                 insights=self.insights(),
-                baseline_trials=self._trials("proposal IS NULL", curves=True),
+                baseline_trials=_searched(self._trials("proposal IS NULL", curves=True)),
             )
 
     def invariants(self) -> list[str]:
@@ -313,6 +321,10 @@ class Reader:
         """Let a check see the rows as they are stored, as of one moment; its rows are `sqlite3.Row`."""
         with self.snapshot():
             return check(self._connection)
+
+
+def _searched(trials: tuple[Trial, ...]) -> tuple[Trial, ...]:
+    return tuple(trial for trial in trials if trial.role is not Role.FINAL)
 
 
 def _open(path: Path) -> sqlite3.Connection:

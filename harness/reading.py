@@ -1,4 +1,7 @@
-"""The commands that only read: status, ledger, show, lineage, compare. They write nothing and import nothing slow."""
+"""The commands that only read: status, ledger, show, lineage, compare, briefing.
+
+They write nothing and import nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from harness.report import documents, summary
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from harness.records import Proposer
 
 PIPED_COLUMNS = 160
 """Width where the output is no terminal: wide enough that `grep` finds a row in one line."""
@@ -114,6 +119,34 @@ def show(arguments: argparse.Namespace) -> int:
 
         _print(table.trial(trial))
     return 0
+
+
+def briefing(arguments: argparse.Namespace) -> int:
+    """Print what the study's proposer would show a language model now."""
+    from harness.history import history_of
+    from harness.study import load
+
+    paths = chosen(arguments.study)
+    study = load(paths.root)
+    with Reader(paths.ledger) as reader:
+        history = history_of(study, reader)
+    proposer = _briefed(study.file.agent.proposer)
+    try:
+        sys.stdout.write(proposer.briefing(history).rstrip("\n") + "\n")
+    finally:
+        proposer.close()
+    return 0
+
+
+def _briefed(name: str) -> Proposer:
+    """Return the study's proposer, or the default one where that lacks a file of its own, such as a script."""
+    from harness.proposers import load_proposer
+    from harness.studyfile import Agent
+
+    try:
+        return load_proposer(name)
+    except BadInput:
+        return load_proposer(Agent().proposer)
 
 
 def compare(arguments: argparse.Namespace) -> int:

@@ -283,14 +283,15 @@ class Noise:
         if self.standard_deviation <= 0:
             return 0.0
         power = 10.0 ** math.floor(math.log10(self.standard_deviation))
-        return max(power * factor for factor in (1, 2, 5) if factor == 1 or power * factor <= self.standard_deviation)
+        return next((power * factor for factor in (5, 2) if power * factor <= self.standard_deviation), power)
 
     def rounded(self, score: float) -> float:
         """Return a score to the nearest `step`: what a model or an agent is shown.
 
         Digits below the noise would invite it to climb the validation split's luck (DESIGN section 7).
         """
-        return score if self.step == 0 else round(round(score / self.step) * self.step, 12)
+        step = self.step
+        return score if step == 0 else round(round(score / step) * step, 12)
 
 
 # --- history -----------------------------------------------------------------------------------------------------
@@ -362,6 +363,8 @@ class History:
     """Of the GPU, or of the machine on a CPU."""
     program: str = ""
     """What the owner tells a model: the text of program.md."""
+    smallest_provable: float | None = None
+    """About the smallest true improvement that the judge keeps nine times in ten; None before the noise is known."""
     insights: tuple[str, ...] = field(default=())
     baseline_trials: tuple[Trial, ...] = field(default=())
     """Trials that belong to no proposal (baseline, control, canary), with their curves: what to learn from first."""

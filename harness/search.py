@@ -16,6 +16,7 @@ from harness import checkpoints
 from harness.config import TrialConfig, flatten
 from harness.errors import OvernightError, StoppedEarly
 from harness.expectations import expectations
+from harness.history import history_of
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.limits import Limits, driver_seconds, reached
@@ -322,12 +323,7 @@ class Loop:
 
     def history(self) -> History:
         """Return what a proposer is given."""
-        policy = self.study.policy
-        return self.reader.history(
-            knobs=policy.knobs,
-            max_changes=policy.proposals.max_changes,
-            minimum_steps=policy.proposals.minimum_steps,
-        )
+        return history_of(self.study, self.reader)
 
 
 def _named(number: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -42,6 +43,7 @@ class Night:
     margin: float = 0.004
     past: list[Past] = dataclasses.field(default_factory=list)
     refused: list[str] = dataclasses.field(default_factory=list)
+    numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         config = self.policy.baseline({})
@@ -71,10 +73,10 @@ class Night:
                 )
                 for tenth in range(1, 11)
             ]
-            ended |= {"state": TrialState.SCORED, "curve": tuple(points)}
+            ended |= {"state": TrialState.SCORED, "curve": tuple(points), "perplexity": 2 ** (3 * result)}
         return dataclasses.replace(
             Trial(
-                id=1 + replicate,
+                id=next(self.numbers),
                 proposal=proposal,
                 role=Role.BASELINE if proposal is None else Role.SCREEN,
                 state=TrialState.RUNNING,
@@ -86,6 +88,9 @@ class Night:
                 parameters=parameters,
                 tokens=tokens,
                 steps=tokens // config.batch.tokens_per_step,
+                train_seconds=12.0,
+                wall_seconds=14.5,
+                peak_memory_bytes=400_000_000 + 12 * parameters,
             ),
             **ended,  # type: ignore[arg-type]
         )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.space import Space, from_unit, seed, tidy, to_unit
+from agent.space import Space, from_unit, seed, tidy, to_unit, vocabulary
 from harness.config import Knob
 from harness.records import Proposal
 
@@ -12,7 +12,7 @@ def test_the_vocabulary_follows_from_a_trial(make_night: Any) -> None:
     night = make_night()
     space = Space.of(night.history())
     assert space is not None
-    assert space.vocabulary == 1024
+    assert vocabulary(space.history) == 1024
     steps = space.steps(night.lineage[0].config)
     assert steps is not None
     assert int(steps) == night.baseline_trials[0].steps

@@ -1,0 +1,89 @@
+"""Where configs fail: the edge of the memory, the rates that diverge, and what else went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.records import FAILURES, Trial, TrialState
+
+MOST_POINTS = 4
+"""Configs shown on each side of the memory's edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a trial asks of the memory."""
+
+    trial: Trial
+    pass_tokens: int
+    """Of one forward pass: sequences per device times their length. What activations grow with."""
+    parameters: int | None
+
+    def within(self, other: Load) -> bool:
+        """Tell whether this asks for no more than the other in every respect that is known of both."""
+        if self.parameters is None or other.parameters is None:
+            return self.trial.config.model == other.trial.config.model and self.pass_tokens <= other.pass_tokens
+        return self.pass_tokens <= other.pass_tokens and self.parameters <= other.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Both sides of the memory's edge, of the configs that nothing smaller or larger makes superfluous."""
+
+    failed: tuple[Load, ...]
+    """The smallest that ran out of memory."""
+    fit: tuple[Load, ...]
+    """The largest that did not."""
+    failures: int
+
+
+def frontier(trials: Sequence[Trial], vocabulary: int | None) -> Frontier:
+    """Return the edge of the memory; ``vocabulary`` gives the parameters of models that never finished."""
+    failed = _loads(trials, vocabulary, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
+    fit = _loads(trials, vocabulary, lambda trial: trial.score is not None)
+    return Frontier(
+        failed=_edge(sorted(failed, key=_weight), lambda one, other: other.within(one)),
+        fit=_edge(sorted(fit, key=_weight, reverse=True), lambda one, other: one.within(other)),
+        failures=sum(trial.state is TrialState.OUT_OF_MEMORY for trial in trials),
+    )
+
+
+def other_failures(trials: Sequence[Trial]) -> dict[TrialState, list[Trial]]:
+    """Return the failed trials by state, memory aside, the newest first."""
+    found: dict[TrialState, list[Trial]] = {}
+    for trial in sorted(trials, key=lambda trial: -trial.id):
+        if trial.state in FAILURES and trial.state is not TrialState.OUT_OF_MEMORY:
+            found.setdefault(trial.state, []).append(trial)
+    return found
+
+
+def rates(some: Iterable[Trial]) -> tuple[float, float] | None:
+    """Return the lowest and the highest learning rate of some trials; None if there are none."""
+    found = [trial.config.optim.learning_rate for trial in some]
+    return (min(found), max(found)) if found else None
+
+
+def _loads(trials: Sequence[Trial], vocabulary: int | None, chosen: Callable[[Trial], bool]) -> list[Load]:
+    """Return the load of each config once: that of its first trial."""
+    found: dict[tuple[object, int], Load] = {}
+    for trial in trials:
+        if chosen(trial):
+            batch, model = trial.config.batch, trial.config.model
+            tokens = batch.per_device * batch.sequence_length
+            known = trial.parameters if vocabulary is None else model.parameters(vocabulary)
+            found.setdefault((model, tokens), Load(trial, tokens, known))
+    return list(found.values())
+
+
+def _weight(load: Load) -> tuple[int, int, int]:
+    return ((load.parameters or 0) * load.pass_tokens, load.pass_tokens, load.trial.id)
+
+
+def _edge(ordered: Sequence[Load], superfluous: Callable[[Load, Load], bool]) -> tuple[Load, ...]:
+    """Return the loads that none chosen before makes superfluous; the order puts the telling ones first."""
+    edge: list[Load] = []
+    for load in ordered:
+        if len(edge) < MOST_POINTS and not any(superfluous(load, other) for other in edge):
+            edge.append(load)
+    return tuple(edge)
