@@ -10,6 +10,7 @@ call is done.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ DEADLINE_SECONDS = 300.0
 """For one call, by the wall clock: reasoning models think for minutes, and the device does not wait for them."""
 MOST_OUTPUT_TOKENS = 16_000
 """Of one call: three proposals take about 1,000, the rest is room to reason. It counts against the caps in advance."""
+FEWER_OUTPUT_TOKENS = 4_000
+"""Where that much does not fit: servers count what may be written with what is read, and local models have little room
+beside a briefing of up to 9,000 tokens."""
 CLOSING_SECONDS = 1.0
 """For a call that is broken off to say what it used. A row closed without that counts at its worst case."""
 QUOTED_CHARACTERS = 6_000
@@ -69,6 +73,7 @@ class Correspondent:
         self._clock = clock
         self._start = start
         self._patience = Patience(f"{provider.name} {provider.model}")
+        self._most_output_tokens = MOST_OUTPUT_TOKENS
         self._faults: tuple[str, ...] = ()
         """What could not be taken of the last answer."""
         self._call: Future[tuple[Proposal, ...]] | None = None
@@ -143,7 +148,7 @@ class Correspondent:
             text=brief(history, suggestions=self._suggest(history), plateau=plateaued(history)) + _rest(self._faults),
             name="proposals",
             schema=schema(history.knobs, history.max_changes, AT_ONCE),
-            most_output_tokens=MOST_OUTPUT_TOKENS,
+            most_output_tokens=self._most_output_tokens,
         )
         answer = self._send(question)
         try:
@@ -157,7 +162,15 @@ class Correspondent:
             raise AskFailed(Trouble.GARBAGE, f"neither the reply nor its repair could be read: {error}") from error
 
     def _send(self, question: Question) -> Answer:
-        return self._provider.ask(question, self._desk, deadline_seconds=DEADLINE_SECONDS)
+        """Return the answer; where a question leaves no room for the longest one, ask for shorter ones from now on."""
+        try:
+            return self._provider.ask(question, self._desk, deadline_seconds=DEADLINE_SECONDS)
+        except AskFailed as error:
+            if error.trouble is not Trouble.TOO_LONG or question.most_output_tokens <= FEWER_OUTPUT_TOKENS:
+                raise
+        self._most_output_tokens = FEWER_OUTPUT_TOKENS
+        shorter = dataclasses.replace(question, most_output_tokens=FEWER_OUTPUT_TOKENS)
+        return self._provider.ask(shorter, self._desk, deadline_seconds=DEADLINE_SECONDS)
 
     def _read(self, answer: Answer, history: History) -> Reply:
         reply = read(answer.text, history, source=self._provider.name, model=self._provider.model, most=AT_ONCE)
@@ -186,14 +199,7 @@ def _repair(question: Question, answer: Answer, fault: str) -> Question:
         f"It was:\n\n{_quoted(answer.text)}\n\n"
         "Answer again, with one JSON document that fits the schema and nothing else.\n"
     )
-    return Question(
-        purpose="repair",
-        system=question.system,
-        text=text,
-        name=question.name,
-        schema=question.schema,
-        most_output_tokens=question.most_output_tokens,
-    )
+    return dataclasses.replace(question, purpose="repair", text=text)
 
 
 def _rest(faults: Sequence[str]) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from agent.asking import Answer, AskFailed, Question, Trouble
-from agent.correspondent import AT_ONCE, DEADLINE_SECONDS, Correspondent, in_daemon_thread
+from agent.correspondent import (
+    AT_ONCE,
+    DEADLINE_SECONDS,
+    FEWER_OUTPUT_TOKENS,
+    MOST_OUTPUT_TOKENS,
+    Correspondent,
+    in_daemon_thread,
+)
 from agent.evidence import PLATEAU
 from agent.instructions import SYSTEM
 from agent.patience import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_REFUSALS, REFUSAL_PAUSE_SECONDS
@@ -112,7 +119,7 @@ def test_a_plateau_is_told(make_night: Any) -> None:
             here.step()
             texts.append(here.actor.questions[0].text)
         night.run(Proposal(diff={"optim.beta2": 0.96 + number / 1000}, source="hand", rationale="", watch=""))
-    assert ["plateau" in text for text in texts] == [False, True]
+    assert ["A different direction is wanted" in text for text in texts] == [False, True]
 
 
 def test_insights_are_written_down(setting: Any) -> None:
@@ -198,6 +205,18 @@ def test_retry_after_of_eight_hours(setting: Any) -> None:
     assert len(here.actor.questions) == 1
     here.step(0.0)
     assert len(here.step()) == 3
+
+
+def test_a_model_with_little_room_is_asked_for_shorter_answers(setting: Any) -> None:
+    """A briefing that fits only with less to write is no reason to give up a local model; one that never fits is."""
+    full = AskFailed(Trouble.TOO_LONG, "maximum context length is 16384")
+    here = setting(full, reply(*RATES), reply(*RATES), full)
+    for _ in range(5):
+        here.step()
+    most = [question.most_output_tokens for question in here.actor.questions]
+    assert most == [MOST_OUTPUT_TOKENS, *[FEWER_OUTPUT_TOKENS] * 3]
+    here.step()
+    assert here.book.kinds == ["model_off"]
 
 
 @pytest.mark.parametrize("trouble", [Trouble.NOT_ALLOWED, Trouble.NO_SUCH_MODEL, Trouble.SPENDING_LIMIT])
