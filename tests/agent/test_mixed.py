@@ -105,7 +105,7 @@ def test_a_model_that_never_answers_changes_nothing(make_night: Any) -> None:
 def test_an_outage_in_the_middle_and_a_comeback(make_night: Any) -> None:
     """The others go on; when the model is back it has its share again, and does not take over to catch up."""
     answers = ideas()
-    outcomes = [*(next(answers) for _ in range(5)), *[DOWN] * 6, *(next(answers) for _ in range(100))]
+    outcomes: list[Outcome] = [*(next(answers) for _ in range(5)), *[DOWN] * 6, *(next(answers) for _ in range(100))]
     evening = Evening(make_night(score=lambda config: 2.0), outcomes)
     sources = evening.search(170)
     assert evening.book.kinds == ["model_trouble", "model_back"]
