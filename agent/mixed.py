@@ -30,9 +30,11 @@ LEAST_SHARE = 0.3
 LEAST_MODEL_SHARE, MOST_MODEL_SHARE = 0.15, 0.6
 """Of a language model in all proposals. It starts at a third: on the published task a sampler that a model overrules in
 about that share of the proposals has the best mean."""
-WINDOW = 12
-"""Newest proposals among which a language model's share is counted. One that was away for hours has its share again
-after that, and does not make up for the whole outage at once."""
+WINDOW = 11
+"""Newest proposals that count, with the next one as the twelfth, for a language model's share. One that was away for
+hours has its share again after that, and does not make up for the whole outage at once."""
+LEAD = 1
+"""Proposals of others before its turn at which a language model is asked: a trial outlasts most answers."""
 MOST_FRUITLESS = 3
 """Proposals of a language model in a row that led to no trial, after which somebody else's comes first."""
 
@@ -103,18 +105,26 @@ class MixedProposer:
         return self._answer(history) if proposal is None and self._answers else proposal
 
     def _is_models_turn(self, history: History) -> bool:
-        """Look for answers of the language model, and tell whether it is its turn and one is there."""
+        """Tell whether it is the language model's turn and an answer of it is there."""
         if self._model is None or history.baseline is None or history.baseline.score is None:
             return False
-        if not self._answers:
-            self._answers.extend(self._model.offer(history))
+        self._look(history, self._model)
         source = self._model.source
         return bool(self._answers) and is_due(history, source, self.model_share(history, source))
 
+    def _look(self, history: History, model: Correspondent) -> None:
+        """Take in answers, and have more asked for, once the last are used up and the model's turn is near.
+
+        No sooner: what is asked early is answered without the results in between.
+        """
+        share = self.model_share(history, model.source)
+        if not self._answers and is_due(history, model.source, share, after=LEAD):
+            self._answers.extend(model.offer(history))
+
     def _answer(self, history: History) -> Proposal:
         proposal = self._answers.popleft()
-        if self._model is not None and not self._answers:  # asked now, the next ones are there when this one has run
-            self._answers.extend(self._model.offer(queued(history, proposal)))
+        if self._model is not None:
+            self._look(queued(history, proposal), self._model)
         return proposal
 
     def _offline(self, history: History) -> Proposal | None:
@@ -170,18 +180,20 @@ def model_share(history: History, source: str) -> float:
     return min(MOST_MODEL_SHARE, max(LEAST_MODEL_SHARE, rates[source] / sum(rates.values())))
 
 
-def is_due(history: History, source: str, share: float) -> bool:
+def is_due(history: History, source: str, share: float, *, after: int = 0) -> bool:
     """Tell whether a language model lags its share by more than all others together lag theirs.
 
-    Not after a row of proposals that led to no trial: however fast it makes more of them, the device gets work.
+    ``after`` looks that many proposals of others ahead. Never after a row of its own that led to no trial: however fast
+    it makes more of them, the device gets work.
     """
     newest = history.past[-MOST_FRUITLESS:]
     if len(newest) == MOST_FRUITLESS and all(
         past.proposal.source == source and past.state in _FRUITLESS for past in newest
     ):
         return False
-    sources = [past.proposal.source for past in history.past if past.proposal.source in {source, *_OFFLINE}][-WINDOW:]
-    return share * (len(sources) + 1) - sources.count(source) > 0.5
+    sources = [past.proposal.source for past in history.past if past.proposal.source in {source, *_OFFLINE}]
+    window = [*sources, *["random"] * after][-WINDOW:]
+    return share * (len(window) + 1) - window.count(source) > 0.5
 
 
 _OFFLINE = ("rules", "sampler", "random")

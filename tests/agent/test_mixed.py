@@ -10,6 +10,7 @@ import pytest
 
 from agent.asking import AskFailed, Trouble
 from agent.mixed import (
+    LEAD,
     LEAST_MODEL_SHARE,
     LEAST_SHARE,
     MOST_MODEL_SHARE,
@@ -241,3 +242,23 @@ def test_a_model_is_heard_when_the_others_are_dry(make_night: Any, policy: Polic
     evening.threads.advance(0.0)
     made += evening.night.search(evening.proposer, 20)
     assert [proposal.source for proposal in made].count("anthropic") == 3
+
+
+class Third(MixedProposer):
+    """Gives a language model a third, whatever it wins."""
+
+    def model_share(self, history: History, source: str) -> float:
+        return 1 / 3
+
+
+def test_a_model_is_asked_when_its_turn_is_near(make_night: Any) -> None:
+    """With answers that come within a trial, none is asked for before what it should reason about is there."""
+    evening = Evening(make_night(score=lambda config: 2.0), ideas(1), kind=Third, call_seconds=10.0)
+    sources, asked = [], []
+    for position in range(40):
+        before = len(evening.actor.questions)
+        sources += evening.search(1)
+        asked += [position] * (len(evening.actor.questions) - before)
+    taken = [position for position, source in enumerate(sources) if source == "anthropic"]
+    assert len(taken) == 13
+    assert taken == [position + LEAD for position in asked][: len(taken)]
