@@ -116,8 +116,9 @@ class Correspondent:
         """Break off the call in flight; its row is closed by whoever was sending it, or else here."""
         self._is_closed = True
         self._provider.close()
-        if self._call is not None and self._desk.has_open_calls:
-            wait([self._call], timeout=CLOSING_SECONDS)
+        call = self._call
+        if call is not None and self._desk.has_open_calls:
+            wait([call], timeout=CLOSING_SECONDS)
         self._desk.leave()
 
     # --- in the call's thread --------------------------------------------------------------------------------------

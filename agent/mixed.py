@@ -18,10 +18,11 @@ from agent.briefing import brief
 from agent.correspondent import Correspondent, Suggest
 from agent.evidence import Effect, effects, plateaued
 from agent.random import RandomProposer
+from agent.record import TURNED_AWAY
 from agent.rules import RulesProposer
 from agent.sampler import SamplerFailed, SamplerProposer
 from agent.space import propose_each, queued
-from harness.records import Desk, History, Proposal, ProposalState, Proposer, Terms
+from harness.records import Desk, History, Proposal, Proposer, Terms
 
 OPENING = 4
 """First proposals of the rules: a learning-rate sweep tells more than a model of three points."""
@@ -188,7 +189,7 @@ def is_due(history: History, source: str, share: float, *, after: int = 0) -> bo
     """
     newest = history.past[-MOST_FRUITLESS:]
     if len(newest) == MOST_FRUITLESS and all(
-        past.proposal.source == source and past.state in _FRUITLESS for past in newest
+        past.proposal.source == source and past.state in TURNED_AWAY for past in newest
     ):
         return False
     sources = [past.proposal.source for past in history.past if past.proposal.source in {source, *_OFFLINE}]
@@ -197,7 +198,6 @@ def is_due(history: History, source: str, share: float, *, after: int = 0) -> bo
 
 
 _OFFLINE = ("rules", "sampler", "random")
-_FRUITLESS = (ProposalState.REFUSED, ProposalState.DUPLICATE, ProposalState.STALE)
 
 
 def win_rates(history: History, *sources: str) -> Mapping[str, float]:
