@@ -13,6 +13,10 @@ from agent.space import searched, trials
 from harness.config import TrialConfig, Value, difference
 from harness.records import FAILURES, Decision, History, Past, Trial, TrialState
 
+PLATEAU = 12
+"""Decided proposals in a row without a kept one that count as a plateau. While one in five is kept, as early in a
+night, that happens by chance seven times in a hundred."""
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:
@@ -56,6 +60,12 @@ def failures(history: History) -> dict[str, tuple[TrialConfig, TrialState]]:
         for trial in trials(history)
         if trial.state in FAILURES and trial.config.digest not in scored
     }
+
+
+def plateaued(history: History) -> bool:
+    """Tell whether none of the last `PLATEAU` decided proposals was kept, whoever made them."""
+    verdicts = [past.verdict for past in history.past if past.verdict is not None]
+    return len(verdicts) >= PLATEAU and all(verdict.decision is not Decision.KEPT for verdict in verdicts[-PLATEAU:])
 
 
 def signals(history: History, config: TrialConfig) -> Signals:

@@ -6,7 +6,12 @@ proposes what an uninterrupted one would have.
 
 What is told decides more than which sampler is asked: a failed config counts as the worst finite score seen (dropped,
 it comes back; as a flat penalty, it swallows the scale), what is queued or running is told as running, and a config's
-replicates count once, as their mean.
+replicates count once, as their mean. A trial that its own ``abort_if`` stopped has no score and says nothing: its limit
+was a guess of whoever proposed it.
+
+A language model may go where no sampler would, to the edge of the space. What it finds there is told, but never as
+worse than the worst of all that others proposed: one wild score would set the value of every failure and flatten the
+scale on which the good configs differ.
 
 A Gaussian process early; TPE (multivariate, group, constant liar) from `TPE_FROM` configs on, in turns with it when
 nothing was kept for a while, and always where knobs depend on each other, which Optuna's Gaussian process cannot
@@ -126,7 +131,9 @@ def request(space: Space, method: Method) -> dict[str, Any]:
     configs = {trial.config.digest: trial.config for trial in trials(history)}
     configs |= {standing.config.digest: standing.config for standing in standings}
     means = {digest: sum(values) / len(values) for digest, values in found.items()}
-    worst = max(means.values())
+    theirs = _of_language_models(history)
+    worst = max(mean for digest, mean in means.items() if digest not in theirs)  # the baseline's at least
+    means |= {digest: min(mean, worst) for digest, mean in means.items() if digest in theirs}
     told = means | dict.fromkeys(failed, worst)
     out = (config_of(past, history, space.base) for past in history.past if past.state in _OUT)
     pending = {config.digest: config for config in out if config is not None and config.digest not in told}
@@ -143,6 +150,12 @@ def request(space: Space, method: Method) -> dict[str, Any]:
         ],
         "pending": [values for digest in sorted(pending) if (values := encode(knobs, pending[digest])) is not None],
     }
+
+
+def _of_language_models(history: History) -> frozenset[str]:
+    """Return the digests of configs that ran for language models' proposals, repaired ones included."""
+    theirs = (past for past in history.past if past.proposal.model is not None)
+    return frozenset(trial.config.digest for past in theirs for trial in past.trials)
 
 
 _OUT = (ProposalState.QUEUED, ProposalState.RUNNING)

@@ -14,19 +14,13 @@ from agent.rules import RulesProposer
 from agent.sampler import SamplerProposer
 from harness.policy import Policy
 from harness.records import Proposer
-
-
-class Drawn(RandomProposer):
-    """Stands for Optuna within `MixedProposer`, so that only one process is started here."""
-
-    name = "sampler"
-
+from tests.agent.doubles import Drawn
 
 MAKERS: dict[str, Any] = {
     "random": RandomProposer,
     "rules": RulesProposer,
     "sampler": SamplerProposer,
-    "mixed": lambda: MixedProposer(Drawn()),
+    "mixed": lambda: MixedProposer(Drawn),
 }
 
 

@@ -104,6 +104,43 @@ def test_failures_are_told_as_the_worst_score_seen(make_night: Any) -> None:
     assert scores[-1] == scores[-2] == max(past.trials[0].score or 0 for past in night.past)
 
 
+def edge(rate: float, model: str | None) -> Proposal:
+    return Proposal(diff={"optim.learning_rate": rate}, source="anthropic", model=model, rationale="", watch="")
+
+
+def test_a_language_model_does_not_stretch_the_scale(make_night: Any) -> None:
+    """A wild score of its making is told as the worst of the others', and so are failures, whoever made them."""
+
+    def score(config: TrialConfig) -> float | TrialState:
+        rate = config.optim.learning_rate
+        return TrialState.DIVERGED if rate > 1e-2 else 9.0 if rate > 7e-3 else 2.0 + rate
+
+    told = {}
+    for model in ("wise-1", None):
+        night = make_night(score=score)
+        night.run(Proposal(diff={"optim.learning_rate": 6e-3}, source="rules", rationale="", watch=""))
+        night.run(edge(8e-3, model))
+        night.run(edge(2e-2, model))
+        night.run(edge(2e-3, model))
+        found = request(Space.of(night.history()), "gp")["observed"]
+        told[model] = sorted(item["score"] for item in found)
+    baseline = BASE.optim.learning_rate
+    assert told["wise-1"] == sorted([2.0 + baseline, 2.002, 2.006, 2.006, 2.006])
+    assert told[None] == sorted([2.0 + baseline, 2.002, 2.006, 9.0, 9.0])
+
+
+def test_a_run_that_its_own_condition_stopped_says_nothing(make_night: Any) -> None:
+    """It has no score, and its limit was a guess: it is neither observed nor pending, and not proposed again."""
+    night = make_night(score=lambda config: TrialState.STOPPED if config.optim.beta2 == 0.97 else 2.0)
+    night.run(Proposal(diff={"optim.beta2": 0.97}, source="anthropic", model="wise-1", rationale="", watch=""))
+    space = Space.of(night.history())
+    assert space is not None
+    asked = request(space, "gp")
+    assert len(asked["observed"]) == 1
+    assert asked["pending"] == []
+    assert space.step({"optim.beta2": 0.97}) is None
+
+
 def test_what_is_queued_is_told_as_running(make_night: Any) -> None:
     """A proposal that waits is known to the sampler, so that it is not made again."""
     night = make_night()

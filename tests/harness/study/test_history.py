@@ -87,6 +87,8 @@ def test_a_full_run_changes_nothing_that_a_model_is_shown(won: Any) -> None:
 def test_the_command_prints_the_proposers_briefing(won: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The text is what the study's proposer would show a model now; nothing is written, no lock is taken."""
     root = won.study.paths.root
+    path = won.study.paths.study_toml
+    path.write_text(path.read_text().replace('proposer = "mixed"', 'proposer = "rules"'))
     before = sorted(path.relative_to(root) for path in root.rglob("*"))
     assert cli.main(["briefing", str(root)]) == 0
     said = capsys.readouterr().out

@@ -1,0 +1,350 @@
+"""One call to a provider: a deadline that holds, a row that is always closed, and errors that hold no key.
+
+What both SDKs share. Their time-outs are per read, so that a server that drips a byte per second holds a call for
+ever, and nothing interrupts the look-up of a name: a call therefore runs in a thread of its own, and is cut off by
+shutting its sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from enum import StrEnum
+from typing import Any, NoReturn, TypeVar
+
+import httpx2
+
+from agent.asking import Answer, AskFailed, Question, Trouble
+from agent.troubles import classify, clean, describe, disguised, retry_after_seconds
+from harness.errors import WrongUse
+from harness.records import CallBegun, CallEnded, Desk, Usage
+
+Result = TypeVar("Result")
+
+CONNECT_SECONDS = 10.0
+"""For TCP and TLS together; a host that takes longer is not there."""
+LONGEST_BODY_BYTES = 4 * 2**20
+"""Of an answer as it is sent; a hundred times what the most output tokens can need."""
+LONGEST_PACKED_BYTES = 64 * 2**10
+"""Of a compressed answer: gzip can blow up a thousandfold."""
+LONGEST_KEPT = 200_000
+"""Characters of a reply that are kept for the reader."""
+OVERHEAD_TOKENS = 1_024
+"""What a provider adds to a prompt for roles, tools and structured output, generously."""
+UNBILLED = frozenset(range(300, 500)) | {503, 529}
+"""Statuses with which a provider turns a request away before a model has seen it."""
+
+
+class Tier(StrEnum):
+    """How an answer's form is asked for, the strictest first."""
+
+    SCHEMA = "schema"
+    """The provider holds the model to the schema."""
+    TOOL = "tool"
+    """The model calls a tool whose arguments have the schema."""
+    TEXT = "text"
+    """The schema stands in the prompt, and the answer is JSON in text."""
+
+    @property
+    def next(self) -> Tier | None:
+        """The next looser one."""
+        return {Tier.SCHEMA: Tier.TOOL, Tier.TOOL: Tier.TEXT, Tier.TEXT: None}[self]
+
+
+def system_of(question: Question, tier: Tier) -> str:
+    """Return who the model is, with the schema spelled out where nothing else carries it."""
+    if tier is not Tier.TEXT:
+        return question.system
+    return (
+        f"{question.system}\n\nAnswer with one JSON object that fits this JSON schema, and with nothing else:\n"
+        + json.dumps(question.schema)
+    )
+
+
+def most_tokens(text: str) -> int:
+    """Return what a text can take at most: no tokenizer of theirs makes more tokens than UTF-8 bytes."""
+    return len(text.encode("utf-8", "replace"))
+
+
+# --- the connection ----------------------------------------------------------------------------------------------
+
+
+class TooLong(Exception):
+    """A body that goes on beyond any answer."""
+
+
+class _Bounded(httpx2.SyncByteStream):
+    """A response's raw bytes, up to a limit."""
+
+    def __init__(self, stream: httpx2.SyncByteStream, most_bytes: int) -> None:
+        self._stream = stream
+        self._most_bytes = most_bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        seen_bytes = 0
+        for chunk in self._stream:
+            seen_bytes += len(chunk)
+            if seen_bytes > self._most_bytes:
+                raise TooLong(f"the answer is longer than {self._most_bytes:,} bytes")
+            yield chunk
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Line:
+    """The connection of one call, which can be cut from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._is_cut = False
+        self._over = threading.Event()
+        self.is_sent = False
+        """Whether anything of the request has left that could be billed."""
+
+    @property
+    def hooks(self) -> Mapping[str, list[Callable[..., None]]]:
+        """What the SDK's HTTP client has to call."""
+        return {"request": [self._watch], "response": [self._bound]}
+
+    def run(self, work: Callable[[], Result], deadline_seconds: float) -> Result:
+        """Return what ``work`` returns or raise what it raises, within the deadline; `AskFailed` past it."""
+        outcome: Future[Result] = Future()
+
+        def carry() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # it is raised again in the thread that waits for it
+                outcome.set_exception(error)
+            self._over.set()
+
+        threading.Thread(target=carry, name="call", daemon=True).start()
+        self._over.wait(max(0.0, deadline_seconds))
+        if outcome.done():
+            return outcome.result()
+        if self._is_cut:
+            raise AskFailed(Trouble.UNREACHABLE, "the call was given up")
+        self.cut()
+        raise AskFailed(Trouble.TIMED_OUT, f"no whole answer within {deadline_seconds:g} s")
+
+    def cut(self) -> None:
+        """Shut what is open and whatever may still be opened; whoever waits goes on at once."""
+        with self._lock:
+            self._is_cut = True
+            for each in self._sockets:
+                _shut(each)
+        self._over.set()
+
+    def _watch(self, request: httpx2.Request) -> None:
+        request.extensions["trace"] = self._trace
+
+    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith("send_request_headers.started"):
+            self.is_sent |= info["request"].method != b"CONNECT"  # which only asks a proxy for a tunnel
+        elif event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            opened = info["return_value"].get_extra_info("socket")
+            with self._lock:
+                self._sockets.append(opened)
+                if self._is_cut:
+                    _shut(opened)
+
+    def _bound(self, response: httpx2.Response) -> None:
+        packed = response.headers.get("content-encoding", "identity") != "identity"
+        if isinstance(response.stream, httpx2.SyncByteStream):
+            response.stream = _Bounded(response.stream, LONGEST_PACKED_BYTES if packed else LONGEST_BODY_BYTES)
+
+
+def _shut(opened: socket.socket) -> None:
+    try:
+        # not the TLS socket's own method, which forgets the session under the thread that is reading from it
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)
+    except OSError:
+        return  # closed already, or never connected
+
+
+def timeout(deadline_seconds: float) -> httpx2.Timeout:
+    """Return the SDK's own time-outs, which end what the line's thread still waits for after its deadline."""
+    return httpx2.Timeout(deadline_seconds, connect=min(CONNECT_SECONDS, deadline_seconds))
+
+
+def disconnected(cause: BaseException | None) -> AskFailed:
+    """Return the trouble behind an SDK's connection error, which names its cause only by ``__cause__``."""
+    said = clean(f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__)
+    match cause:
+        case TooLong() | httpx2.DecodingError():
+            return AskFailed(Trouble.GARBAGE, said)
+        case httpx2.ConnectTimeout():
+            return AskFailed(Trouble.UNREACHABLE, f"no connection within {CONNECT_SECONDS:g} s")
+        case httpx2.TimeoutException():
+            return AskFailed(Trouble.TIMED_OUT, said)
+        case _:
+            return AskFailed(Trouble.UNREACHABLE, f"no connection, or it broke: {said}")
+
+
+class TurnedAway(AskFailed):
+    """An answer with an HTTP status that is none of success."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: object) -> None:
+        trouble = classify(status, body)
+        super().__init__(trouble, describe(status, headers, body), retry_after_seconds=retry_after_seconds(headers))
+        self.status = status
+        self.is_unbilled = status in UNBILLED
+        self.is_about_form = trouble is Trouble.BAD_REQUEST and _FORM.search(str(body)) is not None
+        """Whether it is the form that the provider does not take: a looser one may do."""
+        self.body = body
+
+
+_FORM = re.compile(
+    r"response_format|output_config|output_format|text\.format|structured|schema|grammar|tool|\bstrict\b"
+)
+
+
+# --- the row -----------------------------------------------------------------------------------------------------
+
+
+class Booking:
+    """A call's row at the desk: opened before anything is sent, closed once whatever happens in between."""
+
+    def __init__(self, desk: Desk, begun: CallBegun, line: Line) -> None:
+        self._desk = desk
+        self._begun = begun
+        self._line = line
+        self.usage: Usage | None = None
+        """To be set as soon as it is known, before anything is made of the content."""
+        self.cost_usd: float | None = None
+        self.latency_seconds = 0.0
+
+    def __enter__(self) -> Booking:
+        self.call = self._desk.begin_call(self._begun)
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.latency_seconds = time.monotonic() - self._started
+        trouble = error.trouble if isinstance(error, AskFailed) else None if error is None else type(error).__name__
+        ended = CallEnded(
+            usage=self.usage,
+            latency_seconds=self.latency_seconds,
+            trouble=trouble,
+            text=None if error is None else clean(str(error)),
+            sent=self._line.is_sent and not (isinstance(error, TurnedAway) and error.is_unbilled),
+        )
+        self.cost_usd = self._desk.end_call(self.call, ended)
+
+
+class Caller:
+    """Makes one provider's calls, one at a time, and lets go of them."""
+
+    def __init__(self, provider: str, model: str) -> None:
+        self._provider = provider
+        self._model = model
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._is_closed = False
+
+    def look(self, send: Callable[[Line], Result], deadline_seconds: float) -> Result:
+        """Make a call that costs nothing and is no question, as to a list of models."""
+        line = self._open()
+        return line.run(lambda: send(line), deadline_seconds)
+
+    def ask(
+        self,
+        question: Question,
+        most: Usage,
+        desk: Desk,
+        deadline_seconds: float,
+        *,
+        send: Callable[[Line], bytes],
+        usage_of: Callable[[Mapping[str, Any]], Usage | None],
+        text_of: Callable[[Mapping[str, Any]], str],
+    ) -> Answer:
+        """Book, send and read one question; the usage is booked whatever the answer turns out to be."""
+        line = self._open()
+        begun = CallBegun(provider=self._provider, model=self._model, purpose=question.purpose, most=most)
+        with Booking(desk, begun, line) as booking:
+            desk.keep(booking.call, "question.md", f"{question.system}\n\n---\n\n{question.text}\n")
+            body = line.run(lambda: send(line), deadline_seconds)
+            text = body.decode("utf-8", "replace")
+            try:
+                document = parse(text)
+                booking.usage = usage_of(document)
+                refuse_error(document)
+                text = text_of(document)
+            finally:
+                desk.keep(booking.call, "answer.txt", clean(text, most=LONGEST_KEPT))
+            if not text.strip():
+                raise AskFailed(Trouble.GARBAGE, "the answer is empty")
+        return Answer(
+            call=booking.call,
+            text=text,
+            usage=booking.usage,
+            cost_usd=booking.cost_usd,
+            latency_seconds=booking.latency_seconds,
+        )
+
+    def close(self) -> None:
+        """Cut the call that is running, if one is, and make no other."""
+        with self._lock:
+            self._is_closed = True
+            line = self._line
+        if line is not None:
+            line.cut()
+
+    def _open(self) -> Line:
+        with self._lock:
+            if self._is_closed:
+                raise AskFailed(Trouble.UNREACHABLE, "the provider was closed")
+            self._line = Line()
+            return self._line
+
+
+# --- what a body says --------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Mapping[str, Any]:
+    """Return the JSON object of a body; `AskFailed` says that it is none."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        shown = clean(" ".join(text.split()), most=80)
+        raise AskFailed(Trouble.GARBAGE, f"the answer is no JSON: it begins with {shown!r}") from error
+    if not isinstance(document, dict) or not document:
+        raise AskFailed(Trouble.GARBAGE, "the answer is no JSON object, or an empty one")
+    return document
+
+
+def refuse_error(document: Mapping[str, Any]) -> None:
+    """Raise `AskFailed` for an error that came with a status of success, as from gateways and failed responses."""
+    trouble = disguised(document)
+    if trouble is not None:
+        raise AskFailed(trouble, describe(200, {}, document))
+
+
+def counted(table: object, name: str) -> int | None:
+    """Return a count of tokens, or None where there is none that could be one."""
+    value = table.get(name) if isinstance(table, Mapping) else None
+    return value if type(value) is int and 0 <= value < 10**12 else None
+
+
+def items(value: object) -> list[Mapping[str, Any]]:
+    """Return the objects of what should be a list of them."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def tell(failed: AskFailed, model: str, key: str) -> NoReturn:
+    """Raise `WrongUse` for what the owner can mend before any training, and the failure itself for all else."""
+    match failed.trouble:
+        case Trouble.NO_SUCH_MODEL:
+            raise WrongUse(
+                f"the language model {model!r} is not there: {failed}. Name another one with --llm"
+            ) from failed
+        case Trouble.NOT_ALLOWED:
+            raise WrongUse(f"the provider of {model!r} turns the key away: {failed}. Look at {key}") from failed
+        case _:
+            raise failed

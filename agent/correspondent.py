@@ -1,0 +1,234 @@
+"""Keeps up a conversation with one language model in the background, so that nobody ever waits for an answer.
+
+`Correspondent.offer` returns at once what has come in. What it starts is one thread per call: a daemon, because a
+thread that hangs in a read cannot be ended from outside and must not keep the driver alive. Between two calls nothing
+runs, so there is nothing to sleep in: a pause after a failure is a moment before which no call is started.
+
+While a call is in flight its thread alone touches the correspondent's state; `offer` looks at nothing but whether the
+call is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+
+from agent.asking import Answer, AskFailed, Provider, Question, Trouble
+from agent.briefing import brief
+from agent.desk import LeavableDesk
+from agent.evidence import plateaued
+from agent.instructions import SYSTEM
+from agent.patience import Notice, Patience
+from agent.reply import BadReply, Reply, read, schema
+from harness.errors import SpendingCapReached
+from harness.records import Desk, History, Proposal
+
+AT_ONCE = 3
+"""Proposals asked for with one call. The briefing is most of what a call costs, so one is too few; all of them are made
+without seeing how the others fare, so many are too many."""
+DEADLINE_SECONDS = 300.0
+"""For one call, by the wall clock: reasoning models think for minutes, and the device does not wait for them."""
+MOST_OUTPUT_TOKENS = 16_000
+"""Of one call: three proposals take about 1,000, the rest is room to reason. It counts against the caps in advance."""
+FEWER_OUTPUT_TOKENS = 4_000
+"""Where that much does not fit: servers count what may be written with what is read, and local models have little room
+beside a briefing of up to 9,000 tokens."""
+CLOSING_SECONDS = 1.0
+"""For a call that is broken off to say what it used. A row closed without that counts at its worst case."""
+QUOTED_CHARACTERS = 6_000
+"""Of a reply that is shown back to be repaired."""
+
+Suggest = Callable[[History], Sequence[Proposal]]
+Start = Callable[[Callable[[], None]], None]
+
+
+def in_daemon_thread(job: Callable[[], None]) -> None:
+    """Run ``job`` beside whatever else happens; it does not keep the process alive."""
+    threading.Thread(target=job, name="correspondent", daemon=True).start()
+
+
+class Correspondent:
+    """Asks one model for proposals, one call at a time, and has them ready when somebody looks."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        desk: Desk,
+        *,
+        suggest: Suggest,
+        clock: Callable[[], float] = time.monotonic,
+        start: Start = in_daemon_thread,
+    ) -> None:
+        """Ask nothing yet. ``suggest`` is called in the call's thread, for what the sampler would try next.
+
+        ``clock`` counts seconds; ``start`` runs a job beside the caller. Both are here for tests, which do not wait.
+        """
+        self._provider = provider
+        self._desk = LeavableDesk(desk, clock)
+        self._suggest = suggest
+        self._clock = clock
+        self._start = start
+        self._patience = Patience(f"{provider.name} {provider.model}")
+        self._most_output_tokens = MOST_OUTPUT_TOKENS
+        self._faults: tuple[str, ...] = ()
+        """What could not be taken of the last answer."""
+        self._call: Future[tuple[Proposal, ...]] | None = None
+        self._is_closed = False
+
+    @property
+    def source(self) -> str:
+        """Name under which its proposals stand in the ledger: the provider's."""
+        return self._provider.name
+
+    def check(self) -> None:
+        """Look whether key and model are there, before any training; `WrongUse` says which is missing.
+
+        A provider that cannot be reached now may be back in an hour: that is a line in the ledger, and the run starts.
+        """
+        try:
+            self._provider.check(self._desk)
+        except SpendingCapReached as error:
+            self._say(self._patience.switch_off(str(error)))
+        except AskFailed as error:
+            self._say(self._patience.failed(error, self._clock(), seed=0))  # no study is known yet
+
+    def offer(self, history: History) -> tuple[Proposal, ...]:
+        """Return what has come in since the last time; if nothing has, start a call unless one is in flight.
+
+        An exception that no provider should raise is raised here, from the thread that met it.
+        """
+        if self._call is not None:
+            if not self._call.done():
+                return ()
+            call, self._call = self._call, None
+            if proposals := call.result():
+                return proposals
+        if not self._is_closed and self._patience.allows(self._clock()):
+            self._call = Future()
+            self._start(partial(_fulfil, self._call, partial(self._ask, history)))
+        return ()
+
+    def close(self) -> None:
+        """Break off the call in flight; its row is closed by whoever was sending it, or else here."""
+        self._is_closed = True
+        self._provider.close()
+        call = self._call
+        if call is not None and self._desk.has_open_calls:
+            wait([call], timeout=CLOSING_SECONDS)
+        self._desk.leave()
+
+    # --- in the call's thread --------------------------------------------------------------------------------------
+
+    def _ask(self, history: History) -> tuple[Proposal, ...]:
+        """Return the proposals of one call; none, and a line in the ledger, if it failed."""
+        try:
+            answer, reply = self._converse(history)
+        except SpendingCapReached as error:
+            self._say(self._patience.switch_off(str(error)))
+            return ()
+        except AskFailed as error:
+            self._say(self._patience.failed(error, self._clock(), history.seed))
+            return ()
+        self._say(self._patience.answered(self._clock()))
+        self._faults = reply.faults
+        if reply.faults:
+            self._desk.keep(answer.call, "faults.txt", "\n".join(reply.faults) + "\n")
+        for insight in reply.insights:
+            self._desk.insight(insight)
+        return _shared(reply.proposals, answer)
+
+    def _converse(self, history: History) -> tuple[Answer, Reply]:
+        """Ask, and once more if the reply cannot be read; `AskFailed` if there is still no proposal in it."""
+        question = Question(
+            purpose="proposals",
+            system=SYSTEM,
+            text=brief(history, suggestions=self._suggest(history), plateau=plateaued(history)) + _rest(self._faults),
+            name="proposals",
+            schema=schema(history.knobs, history.max_changes, AT_ONCE),
+            most_output_tokens=self._most_output_tokens,
+        )
+        answer = self._send(question)
+        try:
+            return answer, self._read(answer, history)
+        except BadReply as error:
+            repair = _repair(question, answer, str(error))
+        answer = self._send(repair)
+        try:
+            return answer, self._read(answer, history)
+        except BadReply as error:
+            raise AskFailed(Trouble.GARBAGE, f"neither the reply nor its repair could be read: {error}") from error
+
+    def _send(self, question: Question) -> Answer:
+        """Return the answer; where a question leaves no room for the longest one, ask for shorter ones from now on."""
+        try:
+            return self._provider.ask(question, self._desk, deadline_seconds=DEADLINE_SECONDS)
+        except AskFailed as error:
+            if error.trouble is not Trouble.TOO_LONG or question.most_output_tokens <= FEWER_OUTPUT_TOKENS:
+                raise
+        self._most_output_tokens = FEWER_OUTPUT_TOKENS
+        shorter = dataclasses.replace(question, most_output_tokens=FEWER_OUTPUT_TOKENS)
+        return self._provider.ask(shorter, self._desk, deadline_seconds=DEADLINE_SECONDS)
+
+    def _read(self, answer: Answer, history: History) -> Reply:
+        reply = read(answer.text, history, source=self._provider.name, model=self._provider.model, most=AT_ONCE)
+        if not reply.proposals:  # taken for an answer, it would be asked for again at once, and billed again
+            raise BadReply("; ".join(["it holds no proposal", *reply.faults]))
+        return reply
+
+    def _say(self, notice: Notice | None) -> None:
+        if notice is not None and not self._is_closed:  # a call that closing broke off is no trouble
+            self._desk.event(notice.kind, notice.text)
+
+
+def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal, ...]]) -> None:
+    try:
+        call.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - a thread has nobody to tell; `offer` raises it
+        call.set_exception(error)
+
+
+def _repair(question: Question, answer: Answer, fault: str) -> Question:
+    """Return the same question with the reply that could not be read, quoted, and what was wrong with it."""
+    text = (
+        f"{question.text}\n\n"
+        "## Your last reply could not be read\n\n"
+        f"What was wrong with it:\n\n{_quoted(fault)}\n\n"
+        f"It was:\n\n{_quoted(answer.text)}\n\n"
+        "Answer again, with one JSON document that fits the schema and nothing else.\n"
+    )
+    return dataclasses.replace(question, purpose="repair", text=text)
+
+
+def _rest(faults: Sequence[str]) -> str:
+    """Return what the briefing cannot know: parts of the last answer that never became a row."""
+    if not faults:
+        return ""
+    return f"\n\n## Of your last answer, this could not be taken\n\n{_quoted(chr(10).join(faults))}\n"
+
+
+def _quoted(text: str) -> str:
+    """Return a text of the model line by line behind ``>``, so that nothing in it can end the quotation."""
+    lines = "\n".join(f"> {line}" for line in text[:QUOTED_CHARACTERS].splitlines())
+    return lines + ("\n> … (cut)" if len(text) > QUOTED_CHARACTERS else "")
+
+
+def _shared(proposals: Sequence[Proposal], answer: Answer) -> tuple[Proposal, ...]:
+    """Return the proposals with the call that they came from and their shares of what it took: they add up to it."""
+    count = len(proposals)
+    tokens = None if answer.usage is None else answer.usage.tokens
+    cost_usd = None if answer.cost_usd is None else answer.cost_usd / count
+    return tuple(
+        proposal.model_copy(
+            update={
+                "call": answer.call,
+                "tokens": None if tokens is None else tokens // count + (position < tokens % count),
+                "cost_usd": cost_usd,
+                "latency_seconds": answer.latency_seconds / count,
+            }
+        )
+        for position, proposal in enumerate(proposals)
+    )

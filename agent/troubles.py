@@ -1,0 +1,163 @@
+"""What went wrong, from what a provider said: statuses and error bodies in, a class and a clean sentence out."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import json
+import math
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
+
+from agent.asking import Trouble
+
+LONGEST_TEXT = 300
+"""Characters of an error that are shown."""
+SHORTEST_SECRET = 4
+"""A placeholder of fewer characters is no secret, and would blot out ordinary words."""
+
+_SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+_SHAPES = (
+    re.compile(r"\b(?:sk|rk|pk|key)-[\w*.-]{6,}", re.IGNORECASE),
+    re.compile(r"\bBearer\s+[^\s\"',}]+", re.IGNORECASE),
+    re.compile(r"(?<=://)[^/\s@]+@"),  # a proxy's user and password
+)
+_HIDDEN = "[key]"
+
+_SPENDING = re.compile(r"insufficient_quota|billing_error|billing_hard_limit|billing_not_active|spend_limit")
+_NO_CREDIT = "credit balance is too low"  # a plain invalid_request_error otherwise
+_TOO_LONG = re.compile(
+    r"prompt is too long|context[_ ](?:length|window|size)|maximum context|exceeds? the (?:available )?context"
+    r"|request_too_large"
+)
+_NO_MODEL = re.compile(r"model_not_found|model_not_available|does not exist or you do not have access")
+
+
+_DISGUISES = (
+    ("rate_limit", Trouble.RATE_LIMITED),
+    ("overloaded", Trouble.OVERLOADED),
+    ("server_error", Trouble.OVERLOADED),
+    ("api_error", Trouble.OVERLOADED),
+    ("content_filter", Trouble.FILTERED),
+    ("policy", Trouble.REFUSED),
+    ("invalid_prompt", Trouble.REFUSED),
+)
+
+
+# --- text without keys -------------------------------------------------------------------------------------------
+
+
+def _secrets() -> Iterator[str]:
+    for name, value in os.environ.items():
+        if name.endswith("_CUSTOM_HEADERS"):
+            values = [line.partition(":")[2].strip() for line in value.splitlines()]
+        elif _SECRET_NAMES.search(name):
+            values = [value.strip()]
+        else:
+            continue
+        for secret in values:
+            if len(secret) >= SHORTEST_SECRET:
+                yield from (secret, json.dumps(secret)[1:-1], urllib.parse.quote(secret, safe=""))
+
+
+def clean(text: str, *, most: int = LONGEST_TEXT) -> str:
+    """Return a text without any secret of the environment or what is shaped like one, cut to ``most`` characters.
+
+    A hostile or careless server echoes the request, key included, and what it says ends up in the ledger.
+    """
+    for secret in sorted(set(_secrets()), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    for shape in _SHAPES:
+        text = shape.sub(_HIDDEN, text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def describe(status: int, headers: Mapping[str, str], body: object) -> str:
+    """Return one line for people about an answer that is none."""
+    if 300 <= status < 400:
+        host = urllib.parse.urlsplit(headers.get("location", "")).hostname
+        return f"HTTP {status}: a redirect to {host or 'elsewhere'}, which is not followed"
+    kind, code, message = said(body)
+    detail = ", ".join(part for part in (kind, code) if part)
+    return clean(f"HTTP {status}{f' ({detail})' if detail else ''}: {' '.join(message.split()) or 'no reason given'}")
+
+
+# --- classes -----------------------------------------------------------------------------------------------------
+
+
+def said(body: object) -> tuple[str, str, str]:
+    """Return type, code and message of an error body of either provider, or of one that is neither's."""
+    if isinstance(body, Mapping):
+        error = body.get("error", body)
+        if isinstance(error, Mapping):
+            details = error.get("details")
+            code = error.get("code") or (details.get("error_code") if isinstance(details, Mapping) else None)
+            message = error.get("message")
+            return _word(error.get("type")), _word(code), message if isinstance(message, str) else json.dumps(body)
+        return "", "", error if isinstance(error, str) else json.dumps(body)
+    return "", "", "" if body is None else str(body)
+
+
+def _word(value: object) -> str:
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+
+
+def classify(status: int, body: object) -> Trouble:
+    """Return the class of an answer with a status that is none of success."""
+    kind, code, message = said(body)
+    words = f"{kind} {code} {message}".lower()
+    if status == 402 or (400 <= status < 500 and (_SPENDING.search(f"{kind} {code}") or _NO_CREDIT in words)):
+        return Trouble.SPENDING_LIMIT
+    if status == 413 or (status in (400, 422, 500) and _TOO_LONG.search(words)):
+        return Trouble.TOO_LONG
+    if status == 404 or (400 <= status < 500 and _NO_MODEL.search(words)):
+        return Trouble.NO_SUCH_MODEL
+    if status == 429:
+        return Trouble.RATE_LIMITED
+    if status >= 500 or status in (408, 409, 425, 499):
+        return Trouble.OVERLOADED
+    if status in (401, 403) or code == "organization_on_hold":
+        return Trouble.NOT_ALLOWED
+    if status in (400, 422):
+        if code in ("content_filter", "content_policy_violation"):
+            return Trouble.FILTERED
+        return Trouble.REFUSED if code == "invalid_prompt" else Trouble.BAD_REQUEST
+    return Trouble.BAD_REQUEST if status >= 400 else Trouble.GARBAGE
+
+
+def disguised(document: Mapping[str, object]) -> Trouble | None:
+    """Return the class of an error that came with a status of success; None if the document holds none."""
+    error = document.get("error")
+    if not isinstance(error, Mapping):
+        return None
+    status = error.get("code")
+    if type(status) is int and 400 <= status < 600:  # gateways pass on another server's
+        return classify(status, document)
+    kind, code, _ = said(document)
+    for word, trouble in _DISGUISES:
+        if word in f"{kind} {code}":
+            return trouble
+    return Trouble.GARBAGE
+
+
+def retry_after_seconds(headers: Mapping[str, str], now: datetime.datetime | None = None) -> float | None:
+    """Return how long a provider asks to be left alone, however long that is; None if it did not say."""
+    for name, unit_seconds in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value is None:
+            continue
+        try:
+            seconds = float(value) * unit_seconds
+        except ValueError:
+            continue
+        if math.isfinite(seconds):
+            return max(0.0, seconds)
+    try:
+        moment = email.utils.parsedate_to_datetime(headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    if moment.tzinfo is None:  # "-0000": a moment of UTC whose place is not told
+        moment = moment.replace(tzinfo=datetime.UTC)
+    return max(0.0, (moment - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
