@@ -119,7 +119,7 @@ class AnthropicProvider:
                 http_client=anthropic.DefaultHttpxClient(event_hooks=line.hooks, follow_redirects=False),
             )
         except (ImportError, ValueError, anthropic.AnthropicError) as error:  # a proxy or a profile of the environment
-            raise WrongUse(f"no connection to Anthropic can be set up: {clean(str(error))}") from error
+            raise WrongUse(f"{clean(str(error))} Mend it, or set {KEY} in the environment") from error
         if client.api_key is None and client.auth_token is None and client.credentials is None:
             client.close()
             raise WrongUse(f"no key for {self.model!r}: set {KEY} in the environment")
