@@ -350,11 +350,13 @@ def test_hanging_and_dripping_end_at_the_deadline(
         assert len(wire.posts) == 1, "no retry of the SDK's own"
 
 
-def test_a_spent_deadline_sends_nothing_twice(ask: Ask, desk: BookedDesk) -> None:
-    """A deadline of nothing is past at once."""
+def test_a_spent_deadline_sends_nothing(ask: Ask, desk: BookedDesk) -> None:
+    """A deadline of nothing is past at once, and nothing is billed."""
     with Wire(Say(hangs=True)) as wire, pytest.raises(AskFailed) as caught:
         ask(wire, 0.0)
     assert caught.value.trouble is Trouble.TIMED_OUT
+    assert wire.seen == []
+    assert not desk.last.sent
 
 
 def test_closing_ends_a_running_call(
