@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from agent.anthropic import AnthropicProvider
 from agent.asking import Answer, AskFailed, Question, Trouble
+from agent.calling import Line
 from harness.errors import SpendingCapReached, WrongUse
 from harness.records import Usage
 from tests.agent.wire import KEY, BookedDesk, Say, Wire, closed_port, failure, message, model_info
@@ -126,9 +128,7 @@ def test_what_the_desk_does_not_let_through_is_not_sent(provider: AnthropicProvi
 
 def test_long_answers_need_no_stream(ask: Ask) -> None:
     """The SDK refuses many output tokens without a time-out of one's own."""
-    question = Question(
-        **{name: getattr(QUESTION, name) for name in QUESTION.__slots__} | {"most_output_tokens": 64_000}
-    )
+    question = dataclasses.replace(QUESTION, most_output_tokens=64_000)
     with Wire(Say(body=message("{}"))) as wire:
         assert ask(wire, question=question).text == "{}"
 
@@ -541,6 +541,17 @@ def test_a_provider_in_trouble_is_no_reason_not_to_start(check: Callable[[Wire],
     with Wire(models=models) as wire, pytest.raises(AskFailed) as caught:
         check(wire)
     assert not caught.value.is_permanent
+
+
+@pytest.mark.parametrize("address", [None, "", " "])
+def test_without_an_address_it_is_anthropic(
+    provider: AnthropicProvider, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """Also where the variable is set to nothing."""
+    if address is not None:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", address)
+    with provider._client(Line(), 1.0) as client:
+        assert client.base_url.host == "api.anthropic.com"
 
 
 def test_proxies_of_the_environment_are_used(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -136,6 +137,18 @@ def test_more_cached_than_there_was(ask: Ask) -> None:
     with Wire(Say(body=completion("{}", usage=counts))) as wire:
         answer = ask(wire)
     assert answer.usage == Usage(input_tokens=0, cache_read_tokens=5, output_tokens=1)
+
+
+def test_a_prompt_that_was_cut_is_told_once(local: Callable[[Wire], OpenAIProvider], desk: BookedDesk) -> None:
+    """Ollama cuts at its own context without a word; its count gives it away."""
+    long = dataclasses.replace(QUESTION, text="word " * 10_000)
+    with Wire(Say(body=completion("{}", usage={"prompt_tokens": 4_096, "completion_tokens": 1}))) as wire:
+        provider = local(wire)
+        provider.ask(QUESTION, desk, deadline_seconds=A_HANG_SECONDS)
+        assert desk.events == []
+        for _ in range(2):
+            provider.ask(long, desk, deadline_seconds=A_HANG_SECONDS)
+    assert [kind for kind, _ in desk.events] == ["prompt_cut"]
 
 
 def test_content_in_parts(ask: Ask) -> None:
