@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import httpx2
 
 from agent.asking import Answer, AskFailed, Question, Trouble
-from agent.troubles import classify, clean, describe, disguised, retry_after_seconds
+from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub
 from harness.errors import WrongUse
 from harness.records import CallBegun, CallEnded, Desk, Usage
 
@@ -280,7 +280,7 @@ class Caller:
                 document = parse(text)
                 booking.usage = usage_of(document)
                 refuse_error(document)
-                text = text_of(document)
+                text = scrub(text_of(document))
             finally:
                 desk.keep(booking.call, "answer.txt", clean(text, most=LONGEST_KEPT))
             if not text.strip():

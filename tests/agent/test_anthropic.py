@@ -102,7 +102,7 @@ def test_an_answer_and_what_was_asked(ask: Ask, desk: BookedDesk) -> None:
 def test_prompt_and_reply_are_kept_without_the_key(ask: Ask, desk: BookedDesk) -> None:
     """For the reader, in the study's folder."""
     with Wire(Say(body=message(f'{{"key": "{KEY}"}}'))) as wire:
-        ask(wire)
+        assert ask(wire).text == '{"key": "[key]"}'
     assert "You tune." in desk.kept[1, "question.md"]
     assert "What next?" in desk.kept[1, "question.md"]
     assert desk.kept[1, "answer.txt"] == '{"key": "[key]"}'
@@ -440,10 +440,17 @@ def test_custom_headers_are_secrets_too(
     fails: Callable[..., AskFailed], desk: BookedDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways are given their own keys that way."""
-    monkeypatch.setenv("ANTHROPIC_CUSTOM_HEADERS", "X-Gateway: open-sesame\nX-Other: hush")
-    fails(Say(status=401, body="open-sesame and hush are wrong"))
+    monkeypatch.setenv("ANTHROPIC_CUSTOM_HEADERS", "X-Gateway: open-sesame\nX-Other: hush-hush")
+    fails(Say(status=401, body="open-sesame and hush-hush are wrong"))
     assert "sesame" not in desk.texts
-    assert "hush" not in desk.texts
+    assert "hush-hush" not in desk.texts
+
+
+def test_a_placeholder_blots_out_nothing(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short key of a local server may well be a word, or digits of a number."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "1234")
+    with Wire(Say(body=message('{"rate": 0.1234, "note": "key-value, task-oriented-things"}'))) as wire:
+        assert ask(wire).text == '{"rate": 0.1234, "note": "key-value, task-oriented-things"}'
 
 
 # --- the check ---------------------------------------------------------------------------------------------------
