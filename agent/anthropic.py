@@ -32,6 +32,8 @@ from harness.errors import SpendingCapReached, WrongUse
 from harness.records import Desk, Usage
 
 KEY = "ANTHROPIC_API_KEY"
+ADDRESS = "ANTHROPIC_BASE_URL"
+ANTHROPIC = "https://api.anthropic.com"
 CHECK_SECONDS = 30.0
 """For one look at the start; a night must not begin late because a provider hangs."""
 CACHE_TTL = "1h"
@@ -69,7 +71,7 @@ class AnthropicProvider:
         with self._client(Line(), CHECK_SECONDS) as client:
             address = client.base_url
         if address.path.rstrip("/").endswith("/v1"):
-            raise WrongUse(f"ANTHROPIC_BASE_URL must not end in /v1, which is added to it: {clean(str(address))}")
+            raise WrongUse(f"{ADDRESS} must not end in /v1, which is added to it: {clean(str(address))}")
         try:
             known = self._caller.look(self._retrieve, CHECK_SECONDS)
         except AskFailed as failed:
@@ -114,12 +116,14 @@ class AnthropicProvider:
             raise WrongUse(f"{KEY} holds a blank, a line break or a character that no key has: set it anew")
         try:
             client = anthropic.Anthropic(
+                # None: the SDK looks for itself; a variable that is set to nothing would be an address of nothing
+                base_url=ANTHROPIC if os.environ.get(ADDRESS, ANTHROPIC).strip() == "" else None,
                 max_retries=0,
                 timeout=timeout(deadline_seconds),
                 http_client=anthropic.DefaultHttpxClient(event_hooks=line.hooks, follow_redirects=False),
             )
         except (ImportError, ValueError, anthropic.AnthropicError) as error:  # a proxy or a profile of the environment
-            raise WrongUse(f"no connection to Anthropic can be set up: {clean(str(error))}") from error
+            raise WrongUse(f"{clean(str(error))} Mend it, or set {KEY} in the environment") from error
         if client.api_key is None and client.auth_token is None and client.credentials is None:
             client.close()
             raise WrongUse(f"no key for {self.model!r}: set {KEY} in the environment")

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import httpx2
 
 from agent.asking import Answer, AskFailed, Question, Trouble
-from agent.troubles import classify, clean, describe, disguised, retry_after_seconds
+from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub
 from harness.errors import WrongUse
 from harness.records import CallBegun, CallEnded, Desk, Usage
 
@@ -115,6 +115,8 @@ class Line:
 
     def run(self, work: Callable[[], Result], deadline_seconds: float) -> Result:
         """Return what ``work`` returns or raise what it raises, within the deadline; `AskFailed` past it."""
+        if deadline_seconds <= 0:
+            raise AskFailed(Trouble.TIMED_OUT, "no time was left for an answer")
         outcome: Future[Result] = Future()
 
         def carry() -> None:
@@ -125,7 +127,7 @@ class Line:
             self._over.set()
 
         threading.Thread(target=carry, name="call", daemon=True).start()
-        self._over.wait(max(0.0, deadline_seconds))
+        self._over.wait(deadline_seconds)
         if outcome.done():
             return outcome.result()
         if self._is_cut:
@@ -147,6 +149,9 @@ class Line:
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event.endswith("send_request_headers.started"):
             self.is_sent |= info["request"].method != b"CONNECT"  # which only asks a proxy for a tunnel
+        elif event.endswith("connect_tcp.started"):
+            if self._is_cut:
+                raise ConnectionAbortedError("the call was given up")
         elif event.endswith(("connect_tcp.complete", "start_tls.complete")):
             opened = info["return_value"].get_extra_info("socket")
             with self._lock:
@@ -275,7 +280,7 @@ class Caller:
                 document = parse(text)
                 booking.usage = usage_of(document)
                 refuse_error(document)
-                text = text_of(document)
+                text = scrub(text_of(document))
             finally:
                 desk.keep(booking.call, "answer.txt", clean(text, most=LONGEST_KEPT))
             if not text.strip():

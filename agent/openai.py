@@ -39,8 +39,11 @@ from harness.records import Desk, Usage
 
 KEY = "OPENAI_API_KEY"
 ADDRESS = "OPENAI_BASE_URL"
+OPENAI = "https://api.openai.com/v1"
 NO_KEY = "none"
 """Stands for a key at a server of the owner's own; the SDK wants some text."""
+MOST_BYTES_PER_TOKEN = 10
+"""Of our prompts under any tokenizer; a server that counts fewer tokens than that did not read the whole prompt."""
 PROBE_SECONDS = 60.0
 """For each tier that is tried; a local server may have to load the model first."""
 
@@ -92,6 +95,7 @@ class OpenAIProvider:
         self.model = model
         self._caller = Caller(self.name, model)
         self._form = Form(api=Api.CHAT if _is_own(_address()) else Api.RESPONSES)
+        self._is_cut_told = False
 
     # --- the protocol ----------------------------------------------------------------------------------------
 
@@ -163,13 +167,15 @@ class OpenAIProvider:
         try:
             return openai.OpenAI(
                 api_key=key,
-                base_url=_address(),
+                base_url=_address() or OPENAI,  # a variable that is set to nothing would be an address of nothing
                 max_retries=0,
                 timeout=timeout(deadline_seconds),
                 http_client=openai.DefaultHttpxClient(event_hooks=line.hooks, follow_redirects=False),
             )
         except (ImportError, ValueError, openai.OpenAIError) as error:  # a proxy of the environment
-            raise WrongUse(f"no connection to {_address() or 'OpenAI'} can be set up: {clean(str(error))}") from error
+            raise WrongUse(
+                f"no connection to {clean(_address() or OPENAI)} can be set up: {clean(str(error))}"
+            ) from error
 
     def _ask(self, question: Question, desk: Desk, deadline_seconds: float) -> Answer:
         form = self._form
@@ -181,7 +187,7 @@ class OpenAIProvider:
         request = _chat(question, system, form) if form.api is Api.CHAT else _responses(question, system, form.tier)
         if not _is_own(_address()):
             request["prompt_cache_key"] = _cache_key(system)
-        return self._caller.ask(
+        answer = self._caller.ask(
             question,
             most,
             desk,
@@ -190,6 +196,19 @@ class OpenAIProvider:
             usage_of=_chat_usage if form.api is Api.CHAT else _responses_usage,
             text_of=_chat_text if form.api is Api.CHAT else _responses_text,
         )
+        self._tell_of_a_cut_prompt(answer, most_tokens(system + question.text), desk)
+        return answer
+
+    def _tell_of_a_cut_prompt(self, answer: Answer, prompt_bytes: int, desk: Desk) -> None:
+        """Say once that a server seems to have cut the prompt: Ollama does so without a word at its own ``num_ctx``."""
+        if self._is_cut_told or answer.usage is None:
+            return
+        seen_tokens = answer.usage.tokens - answer.usage.output_tokens
+        if seen_tokens * MOST_BYTES_PER_TOKEN < prompt_bytes:
+            self._is_cut_told = True
+            desk.event(
+                "prompt_cut", f"{self.model} counted {seen_tokens} tokens of {prompt_bytes} bytes: raise its context"
+            )
 
     def _send(self, line: Line, deadline_seconds: float, api: Api, request: dict[str, Any]) -> bytes:
         """Send a request and return the body as it came: what parses it books it first."""
@@ -212,7 +231,7 @@ def _address() -> str | None:
 
 
 def _is_own(address: str | None) -> bool:
-    host = urllib.parse.urlsplit(address or "https://api.openai.com").hostname or ""
+    host = urllib.parse.urlsplit(address or OPENAI).hostname or ""
     return host != "openai.com" and not host.endswith(".openai.com")
 
 

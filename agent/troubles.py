@@ -15,12 +15,12 @@ from agent.asking import Trouble
 
 LONGEST_TEXT = 300
 """Characters of an error that are shown."""
-SHORTEST_SECRET = 4
-"""A placeholder of fewer characters is no secret, and would blot out ordinary words."""
+SHORTEST_SECRET = 8
+"""Characters. What is shorter is a placeholder for a local server, and would blot out words and digits of replies."""
 
 _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHAPES = (
-    re.compile(r"\b(?:sk|rk|pk|key)-[\w*.-]{6,}", re.IGNORECASE),
+    re.compile(r"\bsk-[\w*.-]{6,}", re.IGNORECASE),
     re.compile(r"\bBearer\s+[^\s\"',}]+", re.IGNORECASE),
     re.compile(r"(?<=://)[^/\s@]+@"),  # a proxy's user and password
 )
@@ -62,15 +62,22 @@ def _secrets() -> Iterator[str]:
                 yield from (secret, json.dumps(secret)[1:-1], urllib.parse.quote(secret, safe=""))
 
 
-def clean(text: str, *, most: int = LONGEST_TEXT) -> str:
-    """Return a text without any secret of the environment or what is shaped like one, cut to ``most`` characters.
+def scrub(text: str) -> str:
+    """Return a text without any secret of the environment or what is shaped like one.
 
-    A hostile or careless server echoes the request, key included, and what it says ends up in the ledger.
+    A hostile or careless server echoes the request, key included, and what it says ends up in the ledger. JSON stays
+    JSON: no quote is ever part of what is taken out.
     """
     for secret in sorted(set(_secrets()), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     for shape in _SHAPES:
         text = shape.sub(_HIDDEN, text)
+    return text
+
+
+def clean(text: str, *, most: int = LONGEST_TEXT) -> str:
+    """Return a text scrubbed and then cut to ``most`` characters: the other way round, half a key would be left."""
+    text = scrub(text)
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
