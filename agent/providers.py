@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from agent.asking import Provider
 from harness.errors import WrongUse
+from harness.records import provider_and_model
 
 
 def provider_of(llm: str) -> Provider:
-    """Return the provider of ``anthropic:MODEL``, ``openai:MODEL`` or a bare ``MODEL``.
-
-    A bare id that begins with ``claude`` is Anthropic's, every other goes to ``openai``, which speaks to local servers
-    too. No other prefix is one: their ids hold colons (``qwen3:8b``). `WrongUse` if no model is named.
-    """
-    prefix, colon, rest = llm.partition(":")
-    if colon and prefix in ("anthropic", "openai"):
-        name, model = prefix, rest.strip()
-    else:
-        model = llm.strip()
-        name = "anthropic" if model.startswith("claude") else "openai"
+    """Return the provider of a model as the owner named it; `WrongUse` if no model is named."""
+    name, model = provider_and_model(llm)
     if not model:
         raise WrongUse(f"no language model is named in {llm!r}: give an id, as in --llm PROVIDER:MODEL")
     if name == "anthropic":

@@ -62,10 +62,16 @@ class StudyDesk:
         return cost_usd
 
     def keep(self, call: int, name: str, text: str) -> None:
-        """Write down a prompt or a reply for the reader."""
+        """Write down a prompt or a reply for the reader; where the disk does not take it, that is an event.
+
+        A night must not end over a copy. If the disk is full, the ledger will say so too.
+        """
         folder = self._paths.call(call)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / name, text.encode("utf-8", "replace").decode("utf-8"))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, text.encode("utf-8", "replace").decode("utf-8"))
+        except OSError as error:
+            self.event("not_kept", f"{folder / name} could not be written: {error.strerror or error}")
 
     def event(self, kind: str, text: str) -> None:
         """Write down an outage, a refusal or a recovery."""

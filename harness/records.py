@@ -454,8 +454,9 @@ def provider_and_model(llm: str) -> tuple[str, str]:
     """
     provider, colon, model = llm.partition(":")
     if colon and provider in PROVIDERS:
-        return provider, model
-    return ("anthropic" if llm.startswith("claude") else "openai"), llm
+        return provider, model.strip()
+    model = llm.strip()
+    return ("anthropic" if model.startswith("claude") else "openai"), model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

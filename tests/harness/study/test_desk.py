@@ -66,6 +66,14 @@ def test_prompts_and_replies_are_kept_whatever_is_in_them(make_desk: Any, night:
     assert (night.study.paths.call(3) / "answer.txt").read_text() == "so? on"
 
 
+def test_what_cannot_be_kept_is_an_event(make_desk: Any, night: Any) -> None:
+    """A file where the folder should be stands for a disk that refuses: the call goes on."""
+    night.study.paths.call(1).parent.write_text("in the way")
+    make_desk().keep(1, "question.md", "why")
+    (event,) = night.reader.events("not_kept")
+    assert "question.md could not be written" in event.text
+
+
 def test_notes_are_bounded_and_news_are_told_once(make_desk: Any, night: Any) -> None:
     """An insight is cut, an empty one is none; an event is a row and a line for the screen."""
     desk = make_desk()
