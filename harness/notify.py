@@ -23,7 +23,7 @@ def check(urls: Sequence[str]) -> None:
         import apprise
     except ImportError as error:
         raise CannotStart(
-            "[notify] urls need the package apprise: pip install 'overnight[notify]', or remove the addresses"
+            "[notify] urls need the package apprise: pip install 'apprise>=2.2,<3', or remove the addresses"
         ) from error
     for number, url in enumerate(urls, 1):
         if not _quietly(apprise.Apprise().add, url):
