@@ -29,7 +29,7 @@ from agent.calling import (
 )
 from agent.troubles import clean
 from harness.errors import SpendingCapReached, WrongUse
-from harness.records import Desk, Usage
+from harness.terms import Desk, Usage
 
 KEY = "ANTHROPIC_API_KEY"
 ADDRESS = "ANTHROPIC_BASE_URL"

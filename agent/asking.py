@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from harness.records import Desk, Usage
+from harness.terms import Desk, Usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

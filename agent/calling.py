@@ -22,7 +22,7 @@ import httpx2
 from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub
 from harness.errors import WrongUse
-from harness.records import CallBegun, CallEnded, Desk, Usage
+from harness.terms import CallBegun, CallEnded, Desk, Usage
 
 Result = TypeVar("Result")
 

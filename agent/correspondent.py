@@ -25,7 +25,8 @@ from agent.instructions import SYSTEM
 from agent.patience import Notice, Patience
 from agent.reply import BadReply, Reply, read, schema
 from harness.errors import SpendingCapReached
-from harness.records import Desk, History, Proposal
+from harness.records import History, Proposal
+from harness.terms import Desk
 
 AT_ONCE = 3
 """Proposals asked for with one call. The briefing is most of what a call costs, so one is too few; all of them are made

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from agent.asking import AskFailed, Trouble
-from harness.records import CallBegun, CallEnded, Desk
+from harness.terms import CallBegun, CallEnded, Desk
 
 
 class LeavableDesk:
-    """Hands everything on to the study's desk until it is left; a `harness.records.Desk`.
+    """Hands everything on to the study's desk until it is left; a `harness.terms.Desk`.
 
     A thread that waits for a provider cannot be ended from outside, and the ledger behind the desk is closed at the
     end of a run. So whoever leaves closes what is open, and what the thread says afterwards is dropped.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from agent.correspondent import Correspondent
 from agent.mixed import MixedProposer
 from harness.errors import WrongUse
-from harness.records import Desk, History, Terms
+from harness.records import History
+from harness.terms import Desk, Terms
 
 
 class LedProposer(MixedProposer):

@@ -22,7 +22,8 @@ from agent.record import TURNED_AWAY
 from agent.rules import RulesProposer
 from agent.sampler import SamplerFailed, SamplerProposer
 from agent.space import propose_each, queued
-from harness.records import Desk, History, Proposal, Proposer, Terms
+from harness.records import History, Proposal
+from harness.terms import Desk, Proposer, Terms
 
 OPENING = 4
 """First proposals of the rules: a learning-rate sweep tells more than a model of three points."""

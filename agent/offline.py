@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from agent.briefing import brief
-from harness.records import History, Terms
+from harness.records import History
+from harness.terms import Terms
 
 
 class OfflineProposer:

@@ -35,7 +35,7 @@ from agent.calling import (
 )
 from agent.troubles import clean
 from harness.errors import SpendingCapReached, WrongUse
-from harness.records import Desk, Usage
+from harness.terms import Desk, Usage
 
 KEY = "OPENAI_API_KEY"
 ADDRESS = "OPENAI_BASE_URL"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent.asking import Provider
 from harness.errors import WrongUse
-from harness.records import provider_and_model
+from harness.terms import provider_and_model
 
 
 def provider_of(llm: str) -> Provider:

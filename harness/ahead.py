@@ -11,7 +11,8 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from harness.records import History, Proposal, Proposer
+from harness.records import History, Proposal
+from harness.terms import Proposer
 
 
 class Ahead:

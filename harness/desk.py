@@ -12,13 +12,13 @@ from harness.errors import BadInput
 from harness.files import write_whole
 from harness.ledger import Ledger
 from harness.paths import StudyPaths
-from harness.records import LONGEST_INSIGHT, CallBegun, CallEnded, provider_and_model
 from harness.spending import Caps, Prices
 from harness.studyfile import Agent
+from harness.terms import LONGEST_INSIGHT, CallBegun, CallEnded, provider_and_model
 
 
 class StudyDesk:
-    """The desk of one study's driver; a `harness.records.Desk`."""
+    """The desk of one study's driver; a `harness.terms.Desk`."""
 
     def __init__(self, ledger: Ledger, paths: StudyPaths, agent: Agent) -> None:
         """Read the study's prices; `BadInput` if they cannot be read."""

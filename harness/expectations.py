@@ -11,9 +11,9 @@ from harness.jobs.sandbox import system_paths
 from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
-from harness.records import provider_and_model
 from harness.study import Study
 from harness.studyfile import Agent
+from harness.terms import provider_and_model
 
 GIB = 1024**3
 

@@ -22,7 +22,8 @@ from harness.config import explain
 from harness.errors import BadInput, BadValue
 from harness.paths import StudyPaths
 from harness.proposers import outsider
-from harness.records import LONGEST_INSIGHT, Proposal, Prose, Record
+from harness.records import Proposal, Prose, Record
+from harness.terms import LONGEST_INSIGHT
 
 HARNESS_ONLY = ("model", "call", "tokens", "cost_usd", "latency_seconds")
 """Fields of a proposal that book a call to a language model; nobody from outside may fill them in."""

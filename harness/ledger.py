@@ -21,8 +21,9 @@ from sqlite_utils import Database
 from harness.config import TrialConfig, difference
 from harness.errors import BadInput, LedgerBroken
 from harness.migrations import migrate, version
-from harness.records import BASELINE, CallBegun, CallEnded, Decision, Proposal, ProposalState, Role, Verdict
+from harness.records import BASELINE, Decision, Proposal, ProposalState, Role, Verdict
 from harness.rows import Configs, Ending, NewNode, Spent, StudyRow, dump, pack, stamp
+from harness.terms import CallBegun, CallEnded
 
 BUSY_SECONDS = 30.0
 """How long a write waits for a reader that holds the file, e.g. during a checkpoint of the write-ahead log."""

@@ -40,10 +40,10 @@ from harness.proposers import HUMAN, outsider
 from harness.proposing import Wish, check, send, taken
 from harness.queries import Reader
 from harness.reading import named_trial, proposal_number
-from harness.records import LONGEST_INSIGHT
 from harness.report import summary, words
 from harness.rows import Ended
 from harness.study import Study
+from harness.terms import LONGEST_INSIGHT
 
 LONGEST_WAIT_SECONDS = 20.0
 """Shorter than what clients grant a tool by default, a minute or more."""

@@ -7,7 +7,6 @@ gate, and what is turned away gets a sentence that says why, with the number or 
 
 from __future__ import annotations
 
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from harness.config import (
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
 from harness.records import JudgeRules, Proposal
+from harness.toml import read_toml, refuse_unknown_keys
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
 """A knob of this name stands for one weight per source, where a study has several sources."""
@@ -83,16 +83,7 @@ class Policy(Section):
 
         Raises `BadInput` with the file, the key and the nearest known name where something does not fit.
         """
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(f"policy {path} cannot be read: {error.strerror}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadInput(f"policy {path} is not valid TOML: {error}") from error
-        try:
-            return cls.parse(table, sources)
-        except BadInput as error:
-            raise BadInput(f"policy {path}: {error}") from error
+        return read_toml(path, lambda table: cls.parse(table, sources))
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], sources: Sequence[str]) -> Self:
@@ -248,17 +239,6 @@ def find_program(policy: Path) -> Path:
     """Return what the owner tells the model: the ``program.md`` beside a policy, else the one that comes with us."""
     beside = policy.with_name("program.md")
     return beside if beside.is_file() else _packaged() / "program.md"
-
-
-def refuse_unknown_keys(model: type[BaseModel], table: Mapping[str, Any], where: str) -> None:
-    """Raise `BadInput` with the nearest name for a key of a TOML table that a model does not have, at any depth."""
-    fields = model.model_fields
-    for key, value in table.items():
-        if key not in fields:
-            raise BadInput(f"unknown key {where + key!r}{nearest(key, fields)}")
-        inner = fields[key].annotation
-        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, BaseModel):
-            refuse_unknown_keys(inner, value, f"{where}{key}.")
 
 
 def packaged_prices() -> Path:

@@ -8,7 +8,7 @@ import re
 
 from harness.config import nearest
 from harness.errors import BadValue, WrongUse
-from harness.records import Proposer
+from harness.terms import Proposer
 
 GROUP = "overnight.proposers"
 HUMAN = "human"

@@ -28,23 +28,12 @@ from harness.owner import Ended, Owner, Stopped
 from harness.policy import Refusal
 from harness.proposers import load_proposer
 from harness.queries import Reader
-from harness.records import (
-    BASELINE,
-    Decision,
-    History,
-    Past,
-    Proposal,
-    ProposalState,
-    Proposer,
-    Role,
-    Terms,
-    Trial,
-    Verdict,
-)
+from harness.records import BASELINE, Decision, History, Past, Proposal, ProposalState, Role, Trial, Verdict
 from harness.recovery import recover
 from harness.rows import NewNode
 from harness.study import Study
 from harness.studyfile import Agent
+from harness.terms import Proposer, Terms
 from harness.trials import TrialRunner
 from harness.view import View
 from harness.walk import Repair, Run, consecutive_failures, failed_replicates, next_step

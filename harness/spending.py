@@ -7,20 +7,20 @@ model without a price has no cost (None), and with a cap on money it is refused 
 from __future__ import annotations
 
 import datetime
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError
 
 from harness.config import Section, explain
 from harness.errors import BadInput, SpendingCapReached
 from harness.paths import StudyPaths
-from harness.policy import packaged_prices, refuse_unknown_keys
-from harness.records import Usage
+from harness.policy import packaged_prices
 from harness.rows import Spent
+from harness.terms import Usage
+from harness.toml import read_toml, refuse_unknown_keys
 
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -51,24 +51,21 @@ class Prices(Section):
     models: Mapping[str, Price] = Field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> Prices:
+    def read(cls, path: Path) -> Self:
         """Read the file; `BadInput` names it and the key that does not fit."""
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(f"{path} cannot be read: {error.strerror}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadInput(f"{path} is not valid TOML: {error}") from error
-        try:
-            refuse_unknown_keys(cls, table, "")
-            return cls.model_validate(table)
-        except BadInput as error:
-            raise BadInput(f"{path}: {error}") from error
-        except ValidationError as error:
-            raise BadInput(f"{path}: {explain(error)}") from error
+        return read_toml(path, cls.parse)
 
     @classmethod
-    def of(cls, paths: StudyPaths) -> Prices:
+    def parse(cls, table: Mapping[str, Any]) -> Self:
+        """Check what is already read from TOML; `BadInput` names the key that does not fit."""
+        refuse_unknown_keys(cls, table, "")
+        try:
+            return cls.model_validate(table)
+        except ValidationError as error:
+            raise BadInput(explain(error)) from error
+
+    @classmethod
+    def of(cls, paths: StudyPaths) -> Self:
         """Return the study's prices, or those that come with us for a study that is older than its prices."""
         return cls.read(paths.prices_toml if paths.prices_toml.exists() else packaged_prices())
 

@@ -8,7 +8,6 @@ version's defaults change nothing about an old study.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from frozen.timer import Budget
 from harness.config import Section, Value, explain, nearest
 from harness.errors import BadInput
-from harness.policy import refuse_unknown_keys
+from harness.toml import read_toml, refuse_unknown_keys
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
 SMALLEST_VOCABULARY = 300
@@ -134,16 +133,7 @@ class StudyFile(Section):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a study.toml; `BadInput` names the file, the key and the nearest known name."""
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(f"{path} cannot be read: {error.strerror}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise BadInput(f"{path} is not valid TOML: {error}") from error
-        try:
-            return cls.parse(table)
-        except BadInput as error:
-            raise BadInput(f"{path}: {error}") from error
+        return read_toml(path, cls.parse)
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> Self:

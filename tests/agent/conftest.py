@@ -20,13 +20,13 @@ from harness.records import (
     Past,
     Proposal,
     ProposalState,
-    Proposer,
     Role,
     Standing,
     Trial,
     TrialState,
     Verdict,
 )
+from harness.terms import Proposer
 
 VOCABULARY = 1024
 Score = Callable[[TrialConfig], float | TrialState]

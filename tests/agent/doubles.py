@@ -12,7 +12,7 @@ from agent.correspondent import Correspondent, Suggest
 from agent.mixed import MixedProposer
 from agent.random import RandomProposer
 from harness.errors import SpendingCapReached
-from harness.records import CallBegun, CallEnded, Desk, Terms, Usage
+from harness.terms import CallBegun, CallEnded, Desk, Terms, Usage
 
 TRIAL_SECONDS = 20.0
 CALL_SECONDS = 60.0

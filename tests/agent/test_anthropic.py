@@ -17,7 +17,7 @@ from agent.anthropic import AnthropicProvider
 from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.calling import Line
 from harness.errors import SpendingCapReached, WrongUse
-from harness.records import Usage
+from harness.terms import Usage
 from tests.agent.wire import KEY, BookedDesk, Say, Wire, closed_port, failure, message, model_info
 
 MODEL = "claude-test-1"

@@ -13,7 +13,7 @@ from agent.random import RandomProposer
 from agent.rules import RulesProposer
 from agent.sampler import SamplerProposer
 from harness.policy import Policy
-from harness.records import Proposer
+from harness.terms import Proposer
 from tests.agent.doubles import Drawn
 
 MAKERS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 
 from agent.instructions import SYSTEM
 from agent.led import OpenAIProposer
-from harness.records import Terms
+from harness.terms import Terms
 from tests.agent.doubles import Book, Drawn, reply
 
 RATES = [{"optim.learning_rate": rate} for rate in (2e-3, 4e-3, 6e-3)]

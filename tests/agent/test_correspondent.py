@@ -20,7 +20,8 @@ from agent.evidence import PLATEAU
 from agent.instructions import SYSTEM
 from agent.patience import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_REFUSALS, REFUSAL_PAUSE_SECONDS
 from harness.errors import WrongUse
-from harness.records import CallBegun, CallEnded, Desk, History, Proposal
+from harness.records import History, Proposal
+from harness.terms import CallBegun, CallEnded, Desk
 from tests.agent.doubles import USAGE, Actor, Book, Clock, Outcome, Threads, reply
 
 RATES = [{"optim.learning_rate": rate} for rate in (2e-3, 4e-3, 6e-3)]

@@ -14,7 +14,7 @@ from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.openai import OpenAIProvider, _is_own
 from agent.providers import provider_of
 from harness.errors import WrongUse
-from harness.records import Usage
+from harness.terms import Usage
 from tests.agent.wire import BookedDesk, Say, Wire, called, closed_port, completion, response, wrong
 
 KEY = "sk-proj-Zq9_secret-0123456789abcdef"

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.errors import SpendingCapReached
-from harness.records import CallBegun, CallEnded
+from harness.terms import CallBegun, CallEnded
 
 KEY = "sk-ant-api03-Zq9-secret_0123456789abcdef"
 """What no text may hold."""

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from harness.ahead import Ahead
-from harness.records import History, Proposal, Proposer
+from harness.records import History, Proposal
+from harness.terms import Proposer
 
 LONG_SECONDS = 60.0
 HISTORY = cast(History, object())

@@ -65,5 +65,5 @@ def test_a_bad_address_is_told_before_the_night_without_its_secret(caplog: pytes
 def test_a_missing_package_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, before anything runs."""
     monkeypatch.setitem(__import__("sys").modules, "apprise", None)
-    with pytest.raises(CannotStart, match="apprise>=2.2"):
+    with pytest.raises(CannotStart, match=r"apprise>=2\.2"):
         notify.check(["json://localhost/x"])

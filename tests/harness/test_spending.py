@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from harness.errors import BadInput, SpendingCapReached
 from harness.policy import packaged_prices
-from harness.records import Usage
 from harness.rows import Spent
 from harness.spending import Caps, Price, Prices
+from harness.terms import Usage
 
 PRICE = Price(input=2.0, cache_read=0.5, cache_write=3.0, output=10.0)
 USAGE = Usage(input_tokens=1_000_000, cache_read_tokens=2_000_000, cache_write_tokens=100_000, output_tokens=50_000)

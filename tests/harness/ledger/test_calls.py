@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from harness.errors import LedgerBroken
-from harness.records import AbortIf, CallBegun, CallEnded, Proposal, Usage
+from harness.records import AbortIf, Proposal
 from harness.rows import Spent
+from harness.terms import CallBegun, CallEnded, Usage
 
 Night = Any  # the driver of the fixture ``night``; conftest.py is not importable under importlib mode
 

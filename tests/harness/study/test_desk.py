@@ -6,8 +6,8 @@ import pytest
 
 from harness.desk import LONGEST_INSIGHT, StudyDesk
 from harness.errors import BadInput, SpendingCapReached
-from harness.records import CallBegun, CallEnded, Usage, provider_and_model
 from harness.studyfile import Agent
+from harness.terms import CallBegun, CallEnded, Usage, provider_and_model
 
 PRICED = """date = 2026-11-30
 [models.m]

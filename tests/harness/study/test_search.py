@@ -24,23 +24,13 @@ from harness.owner import Ended, Owner, Stopped
 from harness.paths import StudyPaths
 from harness.policy import Policy
 from harness.queries import Reader
-from harness.records import (
-    AbortIf,
-    Decision,
-    Failed,
-    History,
-    Past,
-    Proposal,
-    ProposalState,
-    Role,
-    Terms,
-    TrialState,
-)
+from harness.records import AbortIf, Decision, Failed, History, Past, Proposal, ProposalState, Role, TrialState
 from harness.recovery import recover
 from harness.rows import Sensed
 from harness.search import Loop
 from harness.sensors import NOTHING, Sensors
 from harness.study import Study, load
+from harness.terms import Terms
 from harness.trials import TrialRunner
 from harness.view import Silent
 
