@@ -19,6 +19,7 @@ from typing_extensions import TypeIs
 
 from harness.config import Knob, Value, explain
 from harness.records import History, Proposal
+from harness.terms import LONGEST_INSIGHT
 
 LONGEST_REPLY = 200_000
 """Characters; some ten times what the most output tokens of a sensible reply hold."""
@@ -27,8 +28,6 @@ LONGEST_PROSE = 2_000
 LONGEST_WORD = 200
 """Characters of a knob's name or of a value that is text."""
 MOST_INSIGHTS = 3
-LONGEST_INSIGHT = 500
-"""Characters, as many as the study keeps of one."""
 MOST_TRIES = 200
 """Places at which a JSON object is looked for within prose."""
 
