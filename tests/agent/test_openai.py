@@ -220,6 +220,22 @@ def test_a_form_that_is_refused_later_is_stepped_down_from(ask: Ask, desk: Booke
     assert [ended.sent for ended in desk.ended.values()] == [False, True]
 
 
+@pytest.mark.parametrize("status", [500, 501])
+def test_a_form_may_be_refused_as_an_error_of_the_server(
+    local: Callable[[Wire], OpenAIProvider], desk: BookedDesk, status: int
+) -> None:
+    """llama-cpp-python's server says "Internal Server Error" to a response_format that it does not know."""
+    text = (
+        "1 validation error:\n  {'type': 'literal_error', 'loc': ('body', 'response_format', 'type'),"
+        " 'msg': \"Input should be 'text' or 'json_object'\", 'input': 'json_schema'}"
+    )
+    with Wire(Say(status=status, body=wrong(text, kind="internal_server_error")), Say(body=called(FORM))) as wire:
+        provider = local(wire)
+        provider.check(desk)
+        assert provider.ask(QUESTION, desk, deadline_seconds=A_HANG_SECONDS).text == FORM
+    assert ["tools" in post.body for post in wire.posts] == [False, True, True]
+
+
 def test_the_new_name_of_the_limit(ask: Ask) -> None:
     """Reasoning models behind gateways turn the old one away."""
     text = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
