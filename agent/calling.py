@@ -68,6 +68,20 @@ def system_of(question: Question, tier: Tier) -> str:
     )
 
 
+def unbounded(schema: Any) -> Any:
+    """Return a schema without the bounds of lists and texts: strict modes turn some or all of them away."""
+    match schema:
+        case dict():
+            return {name: unbounded(each) for name, each in schema.items() if name not in _BOUNDS}
+        case list():
+            return [unbounded(each) for each in schema]
+        case _:
+            return schema
+
+
+_BOUNDS = frozenset({"minItems", "maxItems", "minLength", "maxLength"})
+
+
 def most_tokens(text: str) -> int:
     """Return what a text can take at most: no tokenizer of theirs makes more tokens than UTF-8 bytes."""
     return len(text.encode("utf-8", "replace"))

@@ -24,6 +24,8 @@ LONGEST_REPLY = 200_000
 """Characters; some ten times what the most output tokens of a sensible reply hold."""
 LONGEST_PROSE = 2_000
 """Characters of a rationale or of what to watch."""
+ASKED_PROSE = 600
+"""Characters of each of the two that are asked for: a few sentences."""
 LONGEST_WORD = 200
 """Characters of a knob's name or of a value that is text."""
 MOST_INSIGHTS = 3
@@ -63,12 +65,14 @@ def schema(knobs: Mapping[str, Knob], max_changes: int, most: int) -> dict[str, 
     """Return the JSON schema of a reply with up to ``most`` proposals of up to ``max_changes`` knobs each.
 
     In the subset that both strict modes take: every object closed and every property required, optional ones nullable,
-    a diff as a list of pairs, since a free-form object comes back empty. Bounds stand in descriptions only, because no
-    provider holds a model to them; `read` and the policy do.
+    a diff as a list of pairs, since a free-form object comes back empty. Bounds of lists and texts are there for local
+    servers, whose grammar would else let a small model run on for ever; whoever sends a schema to a strict mode that
+    turns them away leaves them out (`calling.unbounded`), and the descriptions say them too. Bounds of knobs are not in
+    it: the policy holds them.
     """
     change = _object(
         knob={"type": "string", "enum": sorted(knobs)},
-        value={"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "boolean"}]},
+        value={"anyOf": [{"type": "number"}, {"type": "string", "maxLength": LONGEST_WORD}, {"type": "boolean"}]},
     )
     abort_if = _object(
         probe_above=_described("number", "bits per byte of the probe split above which the screening run ends"),
@@ -79,19 +83,28 @@ def schema(knobs: Mapping[str, Knob], max_changes: int, most: int) -> dict[str, 
         changes={
             "type": "array",
             "items": change,
+            "minItems": 1,
+            "maxItems": max_changes,
             "description": f"1 to {max_changes} different knobs with their new values",
         },
-        rationale=_described("string", "why this should help, in a few sentences"),
-        watch=_described("string", "what to look at to know whether it works"),
+        rationale=_prose_of("why this should help, in a few sentences"),
+        watch=_prose_of("what to look at to know whether it works"),
         predicted_change=_nullable("number", "expected difference of the metric to the parent; negative is better"),
         confidence=_nullable("number", "probability that it is better than the parent, between 0 and 1"),
         abort_if={"anyOf": [abort_if, {"type": "null"}]},
     )
     return _object(
-        proposals={"type": "array", "items": proposal, "description": f"1 to {most}, the most promising first"},
+        proposals={
+            "type": "array",
+            "items": proposal,
+            "minItems": 1,
+            "maxItems": most,
+            "description": f"1 to {most}, the most promising first",
+        },
         insights={
             "type": "array",
-            "items": {"type": "string"},
+            "items": {"type": "string", "maxLength": LONGEST_INSIGHT},
+            "maxItems": MOST_INSIGHTS,
             "description": f"0 to {MOST_INSIGHTS} short notes to yourself for the rest of the study",
         },
     )
@@ -103,6 +116,10 @@ def _object(**properties: dict[str, Any]) -> dict[str, Any]:
 
 def _described(kind: str, description: str) -> dict[str, Any]:
     return {"type": kind, "description": description}
+
+
+def _prose_of(description: str) -> dict[str, Any]:
+    return {**_described("string", description), "minLength": 1, "maxLength": ASKED_PROSE}
 
 
 def _nullable(kind: str, description: str) -> dict[str, Any]:

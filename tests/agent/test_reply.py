@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.reply import LONGEST_REPLY, MOST_INSIGHTS, BadReply, Reply, read, schema
+from agent.calling import unbounded
+from agent.reply import LONGEST_PROSE, LONGEST_REPLY, MOST_INSIGHTS, BadReply, Reply, read, schema
 from harness.config import Knob
 from harness.records import History
 
@@ -75,24 +77,52 @@ def objects(part: Any) -> list[dict[str, Any]]:
 
 
 def test_the_schema_keeps_to_what_both_strict_modes_take() -> None:
-    """Every object is closed with all its properties required, and no bound is relied upon."""
-    made = schema(KNOBS, 2, 3)
+    """Every object is closed with all its properties required, and without bounds no word is left that is not taken."""
+    made = unbounded(schema(KNOBS, 2, 3))
     assert len(objects(made)) == 4
     for each in objects(made):
         assert each["additionalProperties"] is False
         assert each["required"] == list(each["properties"]) != []
     words = json.dumps(made)
-    for word in ("minimum", "maximum", "maxItems", "minItems", "oneOf", "$ref", "default", "pattern"):
+    for word in (
+        "minimum",
+        "maximum",
+        "maxItems",
+        "minItems",
+        "minLength",
+        "maxLength",
+        "oneOf",
+        "$ref",
+        "default",
+        "pattern",
+    ):
         assert f'"{word}"' not in words
     change = made["properties"]["proposals"]["items"]["properties"]["changes"]["items"]
     assert change["properties"]["knob"]["enum"] == sorted(KNOBS)
+
+
+def test_the_schema_bounds_whatever_could_run_on() -> None:
+    """Under a grammar made of it a small model fills a list or a text without bound until its context is full."""
+
+    def parts(schema: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(schema, dict):
+            yield schema
+        for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+            yield from parts(each)
+
+    made = list(parts(schema(KNOBS, 2, 3)))
+    lists = [each for each in made if each.get("type") == "array"]
+    texts = [each for each in made if each.get("type") == "string" and "enum" not in each]
+    assert sorted(each["maxItems"] for each in lists) == [2, 3, MOST_INSIGHTS]
+    assert len(texts) == 4
+    assert all(0 < each["maxLength"] <= LONGEST_PROSE for each in texts)
 
 
 def test_the_schema_survives_the_sdks_transformation() -> None:
     """What the SDK would send of it is what it was, but for the types beside enums."""
     from anthropic.lib._parse._transform import transform_schema
 
-    made = schema(KNOBS, 2, 3)
+    made = unbounded(schema(KNOBS, 2, 3))
     sent = transform_schema(made)
     assert [each["required"] for each in objects(sent)] == [each["required"] for each in objects(made)]
 
