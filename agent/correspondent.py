@@ -34,6 +34,9 @@ AT_ONCE = 3
 without seeing how the others fare, so many are too many."""
 DEADLINE_SECONDS = 300.0
 """For one call, by the wall clock: reasoning models think for minutes, and the device does not wait for them."""
+LONGEST_DEADLINE_SECONDS = 1_200.0
+"""After time-outs, each of which doubles what the next call has: a model on a slow CPU reads a briefing for minutes,
+and would else never be heard."""
 
 
 class Room(NamedTuple):
@@ -89,6 +92,7 @@ class Correspondent:
         self._patience = Patience(f"{provider.name} {provider.model}")
         self._rooms = deque(ROOMS)
         """Those that are not yet known to be too large."""
+        self._deadline_seconds = DEADLINE_SECONDS
         self._faults: tuple[str, ...] = ()
         """What could not be taken of the last answer."""
         self._call: Future[tuple[Proposal, ...]] | None = None
@@ -211,7 +215,12 @@ class Correspondent:
             self._say(Notice("prompt_cut", text))
 
     def _send(self, question: Question) -> Answer:
-        return self._provider.ask(question, self._desk, deadline_seconds=DEADLINE_SECONDS)
+        try:
+            return self._provider.ask(question, self._desk, deadline_seconds=self._deadline_seconds)
+        except AskFailed as error:
+            if error.trouble is Trouble.TIMED_OUT:
+                self._deadline_seconds = min(LONGEST_DEADLINE_SECONDS, 2 * self._deadline_seconds)
+            raise
 
     def _read(self, answer: Answer, history: History) -> Reply:
         reply = read(answer.text, history, source=self._provider.name, model=self._provider.model, most=AT_ONCE)

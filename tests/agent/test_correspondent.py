@@ -11,6 +11,7 @@ from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.correspondent import (
     AT_ONCE,
     DEADLINE_SECONDS,
+    LONGEST_DEADLINE_SECONDS,
     ROOMS,
     Correspondent,
     in_daemon_thread,
@@ -204,6 +205,16 @@ def test_retry_after_of_eight_hours(setting: Any) -> None:
     assert len(here.actor.questions) == 1
     here.step(0.0)
     assert len(here.step()) == 3
+
+
+def test_a_slow_model_is_given_longer(setting: Any) -> None:
+    """Each time-out doubles what the next call has, up to a bound, so that a model on a CPU is heard at last."""
+    late = AskFailed(Trouble.TIMED_OUT, "no whole answer within 300 s")
+    here = setting(*[late] * 3, reply(*RATES))
+    for _ in range(4):
+        here.step(LONG)
+    assert here.actor.deadlines == [DEADLINE_SECONDS, 2 * DEADLINE_SECONDS, *[LONGEST_DEADLINE_SECONDS] * 2]
+    assert here.book.kinds == ["model_trouble", "model_back"]
 
 
 FULL = AskFailed(Trouble.TOO_LONG, "maximum context length is 8192")
