@@ -220,9 +220,9 @@ def _diff(changes: object, knobs: Mapping[str, Knob]) -> dict[str, Value]:
         name = change.get("knob") if isinstance(change, dict) else None
         if not isinstance(name, str) or not _is_word(name):
             raise _Fault(f"{_shown(change)} names no knob")
-        if name in diff:
+        value = _value(name, change.get("value"), knobs.get(name))
+        if diff.setdefault(name, value) != value:  # said twice alike, as small models do, it is still one change
             raise _Fault(f"{name} is changed twice")
-        diff[name] = _value(name, change.get("value"), knobs.get(name))
     return diff
 
 

@@ -130,6 +130,13 @@ def test_the_schema_survives_the_sdks_transformation() -> None:
 # --- what is taken -----------------------------------------------------------------------------------------------
 
 
+def test_a_change_that_is_said_twice_alike_is_one() -> None:
+    """Small models repeat themselves; only two different values for one knob leave open what is meant."""
+    made = taken(reply(offer(("model.depth", 2), ("model.depth", 2.0), ("model.depth", "2"))))
+    assert made.proposals[0].diff == {"model.depth": 2}
+    assert made.faults == ()
+
+
 def test_a_whole_reply() -> None:
     """Every field arrives, the source and the model as whoever asked says."""
     abort = {"probe_above": 3.5, "after": 0.5}
