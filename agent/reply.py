@@ -28,6 +28,8 @@ ASKED_PROSE = 600
 """Characters of each of the two that are asked for: a few sentences."""
 LONGEST_WORD = 200
 """Characters of a knob's name or of a value that is text."""
+OPTIONAL = ("predicted_change", "confidence", "abort_if")
+"""Fields that a proposal is worth trying without: a confidence of 70 is no reason to lose a config."""
 MOST_INSIGHTS = 3
 LONGEST_INSIGHT = 500
 """Characters, as many as the study keeps of one."""
@@ -145,9 +147,13 @@ def _read(document: Mapping[str, Any], history: History, source: str, model: str
     faults: list[str] = []
     for number, item in enumerate(offered[:most], 1):
         try:
-            proposals.append(_proposal(item, history.knobs, source, model))
+            proposal, left_out = _proposal(item, history.knobs, source, model)
         except _Fault as fault:
             faults.append(f"Proposal {number}: {fault}.")
+        else:
+            proposals.append(proposal)
+            if left_out:
+                faults.append(f"Proposal {number} was taken without what can be left out: {left_out}.")
     if len(offered) > most:
         faults.append(f"Only the first {most} of {len(offered)} proposals were looked at.")
     insights, ignored = _insights(document.get("insights"))
@@ -185,31 +191,30 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _proposal(item: object, knobs: Mapping[str, Knob], source: str, model: str) -> Proposal:
+def _proposal(item: object, knobs: Mapping[str, Knob], source: str, model: str) -> tuple[Proposal, str]:
+    """Return a proposal, and what is wrong with those of its `OPTIONAL` fields that it is taken without."""
     if not isinstance(item, dict):
         raise _Fault("it is no object")
     parent = item.get("parent")
     if parent is not None and (type(parent) is not int or not 0 <= parent < 2**31):
         raise _Fault(f"parent {_shown(parent)} is neither null nor the number of a lineage node")
-    predicted = item.get("predicted_change")
-    if predicted is not None and not _is_finite(predicted):
-        raise _Fault(f"predicted_change {_shown(predicted)} is neither null nor a finite number")
+    fields = {
+        "diff": _diff(item.get("changes"), knobs),
+        "source": source,
+        "model": model,
+        "rationale": _prose(item, "rationale"),
+        "watch": _prose(item, "watch"),
+        "parent": parent,
+    }
+    optional = {name: item.get(name) for name in OPTIONAL}
     try:
-        return Proposal.model_validate(
-            {
-                "diff": _diff(item.get("changes"), knobs),
-                "source": source,
-                "model": model,
-                "rationale": _prose(item, "rationale"),
-                "watch": _prose(item, "watch"),
-                "parent": parent,
-                "predicted_change": predicted,
-                "confidence": item.get("confidence"),
-                "abort_if": item.get("abort_if"),
-            }
-        )
+        return Proposal.model_validate(fields | optional), ""
     except ValidationError as error:
-        raise _Fault(_cut(explain(error), LONGEST_WORD)) from error
+        wrong = {each["loc"][0] for each in error.errors() if each["loc"]}
+        said = _cut(explain(error), LONGEST_WORD)
+        if not wrong <= set(OPTIONAL):
+            raise _Fault(said) from error
+    return Proposal.model_validate(fields | {name: optional[name] for name in OPTIONAL if name not in wrong}), said
 
 
 def _diff(changes: object, knobs: Mapping[str, Knob]) -> dict[str, Value]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -211,11 +211,6 @@ def test_what_is_merely_unwise_is_a_proposal(changes: list[tuple[str, object]]) 
         (GOOD | {"watch": None}, "watch"),
         (GOOD | {"parent": "incumbent"}, "parent"),
         (GOOD | {"parent": True}, "parent"),
-        (GOOD | {"predicted_change": "better"}, "predicted_change"),
-        (GOOD | {"confidence": 70}, "confidence"),
-        (GOOD | {"abort_if": {"probe_above": -1, "after": 0.5}}, "probe_above"),
-        (GOOD | {"abort_if": {"probe_above": 2, "after": 2}}, "after"),
-        (GOOD | {"abort_if": "diverged"}, "abort_if"),
     ],
 )
 def test_one_bad_proposal_does_not_lose_the_others(bad: object, why: str) -> None:
@@ -226,6 +221,33 @@ def test_one_bad_proposal_does_not_lose_the_others(bad: object, why: str) -> Non
     assert made.faults[0].startswith("Proposal 1: ")
     assert why in made.faults[0]
     assert len(made.faults[0]) < 400
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (GOOD | {"predicted_change": "better"}, "predicted_change"),
+        (GOOD | {"predicted_change": 1e305}, "predicted_change"),
+        (GOOD | {"confidence": 70}, "confidence"),
+        (GOOD | {"abort_if": {"probe_above": -1, "after": 0.5}}, "probe_above"),
+        (GOOD | {"abort_if": {"probe_above": 2, "after": 2}}, "after"),
+        (GOOD | {"abort_if": "diverged"}, "abort_if"),
+        (GOOD | {"predicted_change": float("1e999"), "confidence": -3.9}, "predicted_change"),
+    ],
+)
+def test_what_can_be_left_out_loses_no_proposal(odd: Mapping[str, Any], why: str) -> None:
+    """It is taken without, the rest of it whole, and the model is told."""
+    made = taken(json.dumps({"proposals": [odd], "insights": []}).replace("Infinity", "1e999"))
+    [proposal] = made.proposals
+    assert proposal.diff == {"optim.learning_rate": 1e-3}
+    [fault] = made.faults
+    assert fault.startswith("Proposal 1 was taken without")
+    assert why in fault
+    assert len(fault) < 400
+    fields = ("predicted_change", "confidence", "abort_if")
+    assert [getattr(proposal, name) for name in fields] == [
+        None if odd[name] is None or odd[name] != GOOD[name] else GOOD[name] for name in fields
+    ]
 
 
 def test_sizes_are_bounded() -> None:
