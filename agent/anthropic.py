@@ -26,6 +26,7 @@ from agent.calling import (
     system_of,
     tell,
     timeout,
+    unbounded,
 )
 from agent.troubles import clean
 from harness.errors import SpendingCapReached, WrongUse
@@ -187,7 +188,7 @@ def _request(question: Question, system: str, tier: Tier) -> dict[str, Any]:
     }
     match tier:
         case Tier.SCHEMA:
-            request["output_config"] = {"format": {"type": "json_schema", "schema": question.schema}}
+            request["output_config"] = {"format": {"type": "json_schema", "schema": unbounded(question.schema)}}
         case Tier.TOOL:
             choice: ToolChoiceToolParam = {"type": "tool", "name": question.name, "disable_parallel_tool_use": True}
             request["tool_choice"] = choice
@@ -195,7 +196,7 @@ def _request(question: Question, system: str, tier: Tier) -> dict[str, Any]:
                 {
                     "name": question.name,
                     "description": "Takes the answer.",
-                    "input_schema": question.schema,
+                    "input_schema": unbounded(question.schema),
                     "strict": True,
                 }
             ]

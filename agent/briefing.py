@@ -16,6 +16,8 @@ from harness.records import History, Proposal
 MOST_CHARACTERS = 24_000
 """Of the whole briefing. At three characters a token, which names and numbers take, 8,000 tokens: a local model with a
 context of 16,000 has room for its answer."""
+FEWER_CHARACTERS = 15_000
+"""Of one for a context of 8,000 tokens, many small models' whole."""
 ALLOWANCES: Mapping[str, int] = {
     "# Briefing": 700,
     "## Task": 1_600,
@@ -35,6 +37,8 @@ ALLOWANCES: Mapping[str, int] = {
     "## A different direction is wanted": 1_100,
 }
 """Characters that each section may take, in the order of the sections; what one leaves over, the next may use."""
+EVIDENCE = "## Lineage"
+"""From this section on a shorter briefing is shorter: what is asked, by whom and of which knobs stands in full."""
 LONGEST_LINE = 700
 BETWEEN = "\n\n"
 PREFACE = (
@@ -45,8 +49,14 @@ PREFACE = (
 )
 
 
-def brief(history: History, *, suggestions: Sequence[Proposal] = (), plateau: bool = False) -> str:
-    """Return the briefing, at most `MOST_CHARACTERS` long.
+def brief(
+    history: History,
+    *,
+    suggestions: Sequence[Proposal] = (),
+    plateau: bool = False,
+    most_characters: int = MOST_CHARACTERS,
+) -> str:
+    """Return the briefing, at most ``most_characters`` long.
 
     ``suggestions`` is what the sampler would try next; with ``plateau`` a different direction is asked for.
     """
@@ -69,13 +79,21 @@ def brief(history: History, *, suggestions: Sequence[Proposal] = (), plateau: bo
         outcomes.insights(view),
         outcomes.direction(view) if plateau else (),
     )
-    return BETWEEN.join(_sections(texts)) + "\n"
+    return BETWEEN.join(_sections(texts, allowances(most_characters))) + "\n"
 
 
-def _sections(texts: Iterable[Sequence[str]]) -> Iterator[str]:
+def allowances(most_characters: int) -> Mapping[str, int]:
+    """Return what each section may take of that many characters; what situates the reader is never cut down."""
+    titles = list(ALLOWANCES)
+    evidence = titles[titles.index(EVIDENCE) :]
+    left_out = (MOST_CHARACTERS - most_characters) / sum(ALLOWANCES[title] for title in evidence)
+    return {title: int(most * (1 - left_out)) if title in evidence else most for title, most in ALLOWANCES.items()}
+
+
+def _sections(texts: Iterable[Sequence[str]], allowed: Mapping[str, int]) -> Iterator[str]:
     """Yield the sections that have something to say, each within its allowance and what was left over before it."""
     spare = 0
-    for (title, most), lines in zip(ALLOWANCES.items(), texts, strict=True):
+    for (title, most), lines in zip(allowed.items(), texts, strict=True):
         text = section(title, most + spare, lines)
         spare += most - len(text)
         if text:

@@ -38,6 +38,8 @@ OVERHEAD_TOKENS = 1_024
 """What a provider adds to a prompt for roles, tools and structured output, generously."""
 UNBILLED = frozenset(range(300, 500)) | {503, 529}
 """Statuses with which a provider turns a request away before a model has seen it."""
+CLUMSY = frozenset({500, 501})
+"""Statuses with which a server, llama-cpp-python's among them, also says that it does not take a field."""
 
 
 class Tier(StrEnum):
@@ -64,6 +66,20 @@ def system_of(question: Question, tier: Tier) -> str:
         f"{question.system}\n\nAnswer with one JSON object that fits this JSON schema, and with nothing else:\n"
         + json.dumps(question.schema)
     )
+
+
+def unbounded(schema: Any) -> Any:
+    """Return a schema without the bounds of lists and texts: strict modes turn some or all of them away."""
+    match schema:
+        case dict():
+            return {name: unbounded(each) for name, each in schema.items() if name not in _BOUNDS}
+        case list():
+            return [unbounded(each) for each in schema]
+        case _:
+            return schema
+
+
+_BOUNDS = frozenset({"minItems", "maxItems", "minLength", "maxLength"})
 
 
 def most_tokens(text: str) -> int:
@@ -200,7 +216,8 @@ class TurnedAway(AskFailed):
         super().__init__(trouble, describe(status, headers, body), retry_after_seconds=retry_after_seconds(headers))
         self.status = status
         self.is_unbilled = status in UNBILLED
-        self.is_about_form = trouble is Trouble.BAD_REQUEST and _FORM.search(str(body)) is not None
+        is_unmet = trouble is Trouble.BAD_REQUEST or (trouble is Trouble.OVERLOADED and status in CLUMSY)
+        self.is_about_form = is_unmet and _FORM.search(str(body)) is not None
         """Whether it is the form that the provider does not take: a looser one may do."""
         self.body = body
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import NamedTuple
 
 from agent.asking import Answer, AskFailed, Provider, Question, Trouble
-from agent.briefing import brief
+from agent.briefing import FEWER_CHARACTERS, MOST_CHARACTERS, brief
 from agent.desk import LeavableDesk
 from agent.evidence import plateaued
 from agent.instructions import SYSTEM
@@ -33,11 +35,26 @@ AT_ONCE = 3
 without seeing how the others fare, so many are too many."""
 DEADLINE_SECONDS = 300.0
 """For one call, by the wall clock: reasoning models think for minutes, and the device does not wait for them."""
-MOST_OUTPUT_TOKENS = 16_000
-"""Of one call: three proposals take about 1,000, the rest is room to reason. It counts against the caps in advance."""
-FEWER_OUTPUT_TOKENS = 4_000
-"""Where that much does not fit: servers count what may be written with what is read, and local models have little room
-beside a briefing of up to 9,000 tokens."""
+LONGEST_DEADLINE_SECONDS = 1_200.0
+"""After time-outs, each of which doubles what the next call has: a model on a slow CPU reads a briefing for minutes,
+and would else never be heard."""
+
+
+class Room(NamedTuple):
+    """What a question and its answer may take of a model's context."""
+
+    output_tokens: int
+    briefing_characters: int = MOST_CHARACTERS
+
+
+ROOMS = (
+    Room(output_tokens=16_000),
+    Room(output_tokens=4_000),
+    Room(output_tokens=1_500),
+    Room(output_tokens=1_500, briefing_characters=FEWER_CHARACTERS),
+)
+"""The most first. Three proposals take about 1,000 tokens; the rest is room to reason, and counts against the caps in
+advance. Servers count what may be written with what is read, and local models have little room beside a briefing."""
 CLOSING_SECONDS = 1.0
 """For a call that is broken off to say what it used. A row closed without that counts at its worst case."""
 QUOTED_CHARACTERS = 6_000
@@ -74,7 +91,9 @@ class Correspondent:
         self._clock = clock
         self._start = start
         self._patience = Patience(f"{provider.name} {provider.model}")
-        self._most_output_tokens = MOST_OUTPUT_TOKENS
+        self._rooms = deque(ROOMS)
+        """Those that are not yet known to be too large."""
+        self._deadline_seconds = DEADLINE_SECONDS
         self._faults: tuple[str, ...] = ()
         """What could not be taken of the last answer."""
         self._call: Future[tuple[Proposal, ...]] | None = None
@@ -144,35 +163,65 @@ class Correspondent:
 
     def _converse(self, history: History) -> tuple[Answer, Reply]:
         """Ask, and once more if the reply cannot be read; `AskFailed` if there is still no proposal in it."""
-        question = Question(
-            purpose="proposals",
-            system=SYSTEM,
-            text=brief(history, suggestions=self._suggest(history), plateau=plateaued(history)) + _rest(self._faults),
-            name="proposals",
-            schema=schema(history.knobs, history.max_changes, AT_ONCE),
-            most_output_tokens=self._most_output_tokens,
-        )
-        answer = self._send(question)
+        question, answer = self._put(history)
         try:
             return answer, self._read(answer, history)
         except BadReply as error:
-            repair = _repair(question, answer, str(error))
-        answer = self._send(repair)
+            fault = str(error)
         try:
+            answer = self._send(_repair(question, answer, fault))
             return answer, self._read(answer, history)
         except BadReply as error:
             raise AskFailed(Trouble.GARBAGE, f"neither the reply nor its repair could be read: {error}") from error
+        except AskFailed as error:
+            if error.trouble is not Trouble.TOO_LONG:
+                raise
+            # the question itself did fit: no reason to switch the model off
+            raise AskFailed(
+                Trouble.GARBAGE, f"the reply could not be read, and its repair does not fit: {fault}"
+            ) from error
+
+    def _put(self, history: History) -> tuple[Question, Answer]:
+        """Return the question with its answer; what does not fit the context is put shorter, from now on."""
+        suggestions = self._suggest(history)
+        while True:
+            room = self._rooms[0]
+            text = brief(
+                history,
+                suggestions=suggestions,
+                plateau=plateaued(history),
+                most_characters=room.briefing_characters,
+            )
+            question = Question(
+                purpose="proposals",
+                system=SYSTEM,
+                text=text + _rest(self._faults),
+                name="proposals",
+                schema=schema(history.knobs, history.max_changes, AT_ONCE),
+                most_output_tokens=room.output_tokens,
+            )
+            try:
+                return question, self._send(question)
+            except AskFailed as error:
+                if error.trouble is not Trouble.TOO_LONG or len(self._rooms) == 1:
+                    raise
+                self._leave_room(str(error))
+
+    def _leave_room(self, why: str) -> None:
+        """Take the next smaller room from now on, and say so where the model is shown less for it."""
+        left = self._rooms.popleft()
+        most = self._rooms[0].briefing_characters
+        if most < left.briefing_characters:
+            text = f"{self._provider.model} is shown a shorter briefing, of up to {most:,} characters: {why}"
+            self._say(Notice("prompt_cut", text))
 
     def _send(self, question: Question) -> Answer:
-        """Return the answer; where a question leaves no room for the longest one, ask for shorter ones from now on."""
         try:
-            return self._provider.ask(question, self._desk, deadline_seconds=DEADLINE_SECONDS)
+            return self._provider.ask(question, self._desk, deadline_seconds=self._deadline_seconds)
         except AskFailed as error:
-            if error.trouble is not Trouble.TOO_LONG or question.most_output_tokens <= FEWER_OUTPUT_TOKENS:
-                raise
-        self._most_output_tokens = FEWER_OUTPUT_TOKENS
-        shorter = dataclasses.replace(question, most_output_tokens=FEWER_OUTPUT_TOKENS)
-        return self._provider.ask(shorter, self._desk, deadline_seconds=DEADLINE_SECONDS)
+            if error.trouble is Trouble.TIMED_OUT:
+                self._deadline_seconds = min(LONGEST_DEADLINE_SECONDS, 2 * self._deadline_seconds)
+            raise
 
     def _read(self, answer: Answer, history: History) -> Reply:
         reply = read(answer.text, history, source=self._provider.name, model=self._provider.model, most=AT_ONCE)

@@ -32,6 +32,7 @@ from agent.calling import (
     system_of,
     tell,
     timeout,
+    unbounded,
 )
 from agent.troubles import clean
 from harness.errors import SpendingCapReached, WrongUse
@@ -77,13 +78,28 @@ class Form:
     tier: Tier = Tier.SCHEMA
     limit: str = "max_tokens"
     """Chat's name for the most output tokens: the old one, which every server knows, until it is turned away."""
+    is_bounded: bool = False
+    """Whether the schema keeps its bounds. Local servers write under a grammar made of it: without them a small model
+    fills a list until its context is full. OpenAI's strict mode turns some of them away."""
 
-    def looser(self, failed: TurnedAway) -> Form | None:
+    def looser(self, failed: TurnedAway, question: Question) -> Form | None:
         """Return the form to try after this one was turned away, or None if the form was not the reason."""
         if self.limit == "max_tokens" and "max_completion_tokens" in str(failed.body):
             return dataclasses.replace(self, limit="max_completion_tokens")
+        if not failed.is_about_form:
+            return None
+        if self.is_bounded and unbounded(question.schema) != question.schema:
+            return dataclasses.replace(self, is_bounded=False)
         tier = self.tier.next
-        return dataclasses.replace(self, tier=tier) if failed.is_about_form and tier is not None else None
+        return dataclasses.replace(self, tier=tier) if tier is not None else None
+
+    def schema_of(self, question: Question) -> Mapping[str, Any]:
+        """Return the schema as it is sent."""
+        return question.schema if self.is_bounded else unbounded(question.schema)
+
+
+CHAT = Form(api=Api.CHAT, is_bounded=True)
+RESPONSES = Form(api=Api.RESPONSES)
 
 
 class OpenAIProvider:
@@ -94,7 +110,7 @@ class OpenAIProvider:
     def __init__(self, model: str) -> None:
         self.model = model
         self._caller = Caller(self.name, model)
-        self._form = Form(api=Api.CHAT if _is_own(_address()) else Api.RESPONSES)
+        self._form = CHAT if _is_own(_address()) else RESPONSES
         self._is_cut_told = False
 
     # --- the protocol ----------------------------------------------------------------------------------------
@@ -116,7 +132,7 @@ class OpenAIProvider:
             try:
                 return self._ask(question, desk, end - time.monotonic())
             except TurnedAway as failed:
-                looser = self._form.looser(failed)
+                looser = self._form.looser(failed, question)
                 if looser is None:
                     raise
                 desk.event("model_form", f"{self.model} does not take the form {self._form.tier}: {failed}")
@@ -134,11 +150,11 @@ class OpenAIProvider:
         except TurnedAway as failed:
             if failed.status not in (404, 405, 501) or self._form.api is Api.RESPONSES:
                 raise
-            self._form = Form(api=Api.RESPONSES)  # some models and servers have nothing else
+            self._form = RESPONSES  # some models and servers have nothing else
             try:
                 self._probe_tiers(desk)
             except AskFailed:
-                self._form = Form(api=Api.CHAT)
+                self._form = CHAT
                 raise failed from None
 
     def _probe_tiers(self, desk: Desk) -> None:
@@ -184,7 +200,7 @@ class OpenAIProvider:
             input_tokens=most_tokens(system + question.text + json.dumps(question.schema)) + OVERHEAD_TOKENS,
             output_tokens=question.most_output_tokens,
         )
-        request = _chat(question, system, form) if form.api is Api.CHAT else _responses(question, system, form.tier)
+        request = _chat(question, system, form) if form.api is Api.CHAT else _responses(question, system, form)
         if not _is_own(_address()):
             request["prompt_cache_key"] = _cache_key(system)
         answer = self._caller.ask(
@@ -245,12 +261,16 @@ def _chat(question: Question, system: str, form: Form) -> dict[str, Any]:
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": question.text}],
         form.limit: question.most_output_tokens,
     }
-    schema = {"name": question.name, "schema": question.schema, "strict": True}
+    schema = {"name": question.name, "schema": form.schema_of(question), "strict": True}
     match form.tier:
         case Tier.SCHEMA:
             request["response_format"] = {"type": "json_schema", "json_schema": schema}
         case Tier.TOOL:
-            function = {"name": question.name, "description": "Takes the answer.", "parameters": question.schema}
+            function = {
+                "name": question.name,
+                "description": "Takes the answer.",
+                "parameters": form.schema_of(question),
+            }
             request["tools"] = [{"type": "function", "function": {**function, "strict": True}}]
             request["tool_choice"] = {"type": "function", "function": {"name": question.name}}
         case Tier.TEXT:
@@ -258,7 +278,7 @@ def _chat(question: Question, system: str, form: Form) -> dict[str, Any]:
     return request
 
 
-def _responses(question: Question, system: str, tier: Tier) -> dict[str, Any]:
+def _responses(question: Question, system: str, form: Form) -> dict[str, Any]:
     request: dict[str, Any] = {
         "instructions": system,
         "input": question.text,
@@ -266,12 +286,12 @@ def _responses(question: Question, system: str, tier: Tier) -> dict[str, Any]:
         "store": False,  # the study keeps its own record; nothing of it stays there
     }
     schema = {"name": question.name, "strict": True}
-    match tier:
+    match form.tier:
         case Tier.SCHEMA:
-            request["text"] = {"format": {"type": "json_schema", "schema": question.schema, **schema}}
+            request["text"] = {"format": {"type": "json_schema", "schema": form.schema_of(question), **schema}}
         case Tier.TOOL:
-            tool = {"type": "function", "description": "Takes the answer.", "parameters": question.schema, **schema}
-            request["tools"] = [tool]
+            tool = {"type": "function", "description": "Takes the answer.", "parameters": form.schema_of(question)}
+            request["tools"] = [{**tool, **schema}]
             request["tool_choice"] = {"type": "function", "name": question.name}
         case Tier.TEXT:
             pass

@@ -25,8 +25,12 @@ LONGEST_REPLY = 200_000
 """Characters; some ten times what the most output tokens of a sensible reply hold."""
 LONGEST_PROSE = 2_000
 """Characters of a rationale or of what to watch."""
+ASKED_PROSE = 600
+"""Characters of each of the two that are asked for: a few sentences."""
 LONGEST_WORD = 200
 """Characters of a knob's name or of a value that is text."""
+OPTIONAL = ("predicted_change", "confidence", "abort_if")
+"""Fields that a proposal is worth trying without: a confidence of 70 is no reason to lose a config."""
 MOST_INSIGHTS = 3
 MOST_TRIES = 200
 """Places at which a JSON object is looked for within prose."""
@@ -62,12 +66,14 @@ def schema(knobs: Mapping[str, Knob], max_changes: int, most: int) -> dict[str, 
     """Return the JSON schema of a reply with up to ``most`` proposals of up to ``max_changes`` knobs each.
 
     In the subset that both strict modes take: every object closed and every property required, optional ones nullable,
-    a diff as a list of pairs, since a free-form object comes back empty. Bounds stand in descriptions only, because no
-    provider holds a model to them; `read` and the policy do.
+    a diff as a list of pairs, since a free-form object comes back empty. Bounds of lists and texts are there for local
+    servers, whose grammar would else let a small model run on for ever; whoever sends a schema to a strict mode that
+    turns them away leaves them out (`calling.unbounded`), and the descriptions say them too. Bounds of knobs are not in
+    it: the policy holds them.
     """
     change = _object(
         knob={"type": "string", "enum": sorted(knobs)},
-        value={"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "boolean"}]},
+        value={"anyOf": [{"type": "number"}, {"type": "string", "maxLength": LONGEST_WORD}, {"type": "boolean"}]},
     )
     abort_if = _object(
         probe_above=_described("number", "bits per byte of the probe split above which the screening run ends"),
@@ -78,19 +84,28 @@ def schema(knobs: Mapping[str, Knob], max_changes: int, most: int) -> dict[str, 
         changes={
             "type": "array",
             "items": change,
+            "minItems": 1,
+            "maxItems": max_changes,
             "description": f"1 to {max_changes} different knobs with their new values",
         },
-        rationale=_described("string", "why this should help, in a few sentences"),
-        watch=_described("string", "what to look at to know whether it works"),
+        rationale=_prose_of("why this should help, in a few sentences"),
+        watch=_prose_of("what to look at to know whether it works"),
         predicted_change=_nullable("number", "expected difference of the metric to the parent; negative is better"),
         confidence=_nullable("number", "probability that it is better than the parent, between 0 and 1"),
         abort_if={"anyOf": [abort_if, {"type": "null"}]},
     )
     return _object(
-        proposals={"type": "array", "items": proposal, "description": f"1 to {most}, the most promising first"},
+        proposals={
+            "type": "array",
+            "items": proposal,
+            "minItems": 1,
+            "maxItems": most,
+            "description": f"1 to {most}, the most promising first",
+        },
         insights={
             "type": "array",
-            "items": {"type": "string"},
+            "items": {"type": "string", "maxLength": LONGEST_INSIGHT},
+            "maxItems": MOST_INSIGHTS,
             "description": f"0 to {MOST_INSIGHTS} short notes to yourself for the rest of the study",
         },
     )
@@ -102,6 +117,10 @@ def _object(**properties: dict[str, Any]) -> dict[str, Any]:
 
 def _described(kind: str, description: str) -> dict[str, Any]:
     return {"type": kind, "description": description}
+
+
+def _prose_of(description: str) -> dict[str, Any]:
+    return {**_described("string", description), "minLength": 1, "maxLength": ASKED_PROSE}
 
 
 def _nullable(kind: str, description: str) -> dict[str, Any]:
@@ -127,9 +146,13 @@ def _read(document: Mapping[str, Any], history: History, source: str, model: str
     faults: list[str] = []
     for number, item in enumerate(offered[:most], 1):
         try:
-            proposals.append(_proposal(item, history.knobs, source, model))
+            proposal, left_out = _proposal(item, history.knobs, source, model)
         except _Fault as fault:
             faults.append(f"Proposal {number}: {fault}.")
+        else:
+            proposals.append(proposal)
+            if left_out:
+                faults.append(f"Proposal {number} was taken without what can be left out: {left_out}.")
     if len(offered) > most:
         faults.append(f"Only the first {most} of {len(offered)} proposals were looked at.")
     insights, ignored = _insights(document.get("insights"))
@@ -167,31 +190,30 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _proposal(item: object, knobs: Mapping[str, Knob], source: str, model: str) -> Proposal:
+def _proposal(item: object, knobs: Mapping[str, Knob], source: str, model: str) -> tuple[Proposal, str]:
+    """Return a proposal, and what is wrong with those of its `OPTIONAL` fields that it is taken without."""
     if not isinstance(item, dict):
         raise _Fault("it is no object")
     parent = item.get("parent")
     if parent is not None and (type(parent) is not int or not 0 <= parent < 2**31):
         raise _Fault(f"parent {_shown(parent)} is neither null nor the number of a lineage node")
-    predicted = item.get("predicted_change")
-    if predicted is not None and not _is_finite(predicted):
-        raise _Fault(f"predicted_change {_shown(predicted)} is neither null nor a finite number")
+    fields = {
+        "diff": _diff(item.get("changes"), knobs),
+        "source": source,
+        "model": model,
+        "rationale": _prose(item, "rationale"),
+        "watch": _prose(item, "watch"),
+        "parent": parent,
+    }
+    optional = {name: item.get(name) for name in OPTIONAL}
     try:
-        return Proposal.model_validate(
-            {
-                "diff": _diff(item.get("changes"), knobs),
-                "source": source,
-                "model": model,
-                "rationale": _prose(item, "rationale"),
-                "watch": _prose(item, "watch"),
-                "parent": parent,
-                "predicted_change": predicted,
-                "confidence": item.get("confidence"),
-                "abort_if": item.get("abort_if"),
-            }
-        )
+        return Proposal.model_validate(fields | optional), ""
     except ValidationError as error:
-        raise _Fault(_cut(explain(error), LONGEST_WORD)) from error
+        wrong = {each["loc"][0] for each in error.errors() if each["loc"]}
+        said = _cut(explain(error), LONGEST_WORD)
+        if not wrong <= set(OPTIONAL):
+            raise _Fault(said) from error
+    return Proposal.model_validate(fields | {name: optional[name] for name in OPTIONAL if name not in wrong}), said
 
 
 def _diff(changes: object, knobs: Mapping[str, Knob]) -> dict[str, Value]:
@@ -202,9 +224,9 @@ def _diff(changes: object, knobs: Mapping[str, Knob]) -> dict[str, Value]:
         name = change.get("knob") if isinstance(change, dict) else None
         if not isinstance(name, str) or not _is_word(name):
             raise _Fault(f"{_shown(change)} names no knob")
-        if name in diff:
+        value = _value(name, change.get("value"), knobs.get(name))
+        if diff.setdefault(name, value) != value:  # said twice alike, as small models do, it is still one change
             raise _Fault(f"{name} is changed twice")
-        diff[name] = _value(name, change.get("value"), knobs.get(name))
     return diff
 
 

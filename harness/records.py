@@ -66,8 +66,8 @@ class Proposal(Record):
     """Lineage node to branch from; None: the incumbent of the moment it starts. Within what a ledger can hold."""
     model: str | None = None
     """Model id, if a language model made it."""
-    predicted_change: float | None = None
-    """Expected difference of the study's metric against the parent; negative is better."""
+    predicted_change: Annotated[float, Field(gt=-1e300, lt=1e300)] | None = None
+    """Expected difference of the study's metric against the parent; negative is better. Within what a ledger takes."""
     confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     abort_if: AbortIf | None = None
     call: Annotated[int, Field(ge=1)] | None = None

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.briefing import ALLOWANCES, LONGEST_LINE, MOST_CHARACTERS, brief
+from agent.briefing import ALLOWANCES, FEWER_CHARACTERS, LONGEST_LINE, MOST_CHARACTERS, allowances, brief
 from harness.config import TrialConfig, Value, apply
 from harness.policy import find_policy, find_program
 from harness.records import (
@@ -281,6 +281,18 @@ def calls_of(work: Callable[[], str]) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+def test_a_shorter_briefing_says_all_that_situates(night: History) -> None:
+    """Within its own bound, however long the study; the task and every knob stand there in full."""
+    many = long_study(night, 100, "x" * 5_000)
+    whole, shorter = brief(many), brief(many, most_characters=FEWER_CHARACTERS)
+    assert len(whole) > FEWER_CHARACTERS
+    assert len(shorter) <= FEWER_CHARACTERS
+    start, end = whole.index("# Briefing"), whole.index("## Lineage")
+    assert shorter[start:end] == whole[start:end]
+    assert sum(allowances(FEWER_CHARACTERS).values()) <= FEWER_CHARACTERS
+    assert allowances(MOST_CHARACTERS) == ALLOWANCES
 
 
 def test_the_allowances_add_up_to_the_bound() -> None:

@@ -11,8 +11,8 @@ from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.correspondent import (
     AT_ONCE,
     DEADLINE_SECONDS,
-    FEWER_OUTPUT_TOKENS,
-    MOST_OUTPUT_TOKENS,
+    LONGEST_DEADLINE_SECONDS,
+    ROOMS,
     Correspondent,
     in_daemon_thread,
 )
@@ -208,16 +208,59 @@ def test_retry_after_of_eight_hours(setting: Any) -> None:
     assert len(here.step()) == 3
 
 
+def test_a_slow_model_is_given_longer(setting: Any) -> None:
+    """Each time-out doubles what the next call has, up to a bound, so that a model on a CPU is heard at last."""
+    late = AskFailed(Trouble.TIMED_OUT, "no whole answer within 300 s")
+    here = setting(*[late] * 3, reply(*RATES))
+    for _ in range(4):
+        here.step(LONG)
+    assert here.actor.deadlines == [DEADLINE_SECONDS, 2 * DEADLINE_SECONDS, *[LONGEST_DEADLINE_SECONDS] * 2]
+    assert here.book.kinds == ["model_trouble", "model_back"]
+
+
+FULL = AskFailed(Trouble.TOO_LONG, "maximum context length is 8192")
+
+
 def test_a_model_with_little_room_is_asked_for_shorter_answers(setting: Any) -> None:
     """A briefing that fits only with less to write is no reason to give up a local model; one that never fits is."""
-    full = AskFailed(Trouble.TOO_LONG, "maximum context length is 16384")
-    here = setting(full, reply(*RATES), reply(*RATES), full)
-    for _ in range(5):
+    here = setting(FULL, reply(*RATES), reply(*RATES), *[FULL] * 3)
+    for _ in range(4):
         here.step()
     most = [question.most_output_tokens for question in here.actor.questions]
-    assert most == [MOST_OUTPUT_TOKENS, *[FEWER_OUTPUT_TOKENS] * 3]
+    assert most[:3] == [ROOMS[0].output_tokens, *[ROOMS[1].output_tokens] * 2]
+    assert here.book.kinds == []
     here.step()
-    assert here.book.kinds == ["model_off"]
+    here.step()
+    assert [question.most_output_tokens for question in here.actor.questions][3:] == [
+        room.output_tokens for room in ROOMS[1:]
+    ]
+    assert here.book.kinds == ["prompt_cut", "model_off"]
+
+
+def test_a_model_with_very_little_room_is_shown_less(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of 8,000 tokens is many small models' whole: the briefing is cut before the model is given up, once."""
+    shown: list[int] = []
+
+    def brief(history: History, *, most_characters: int, **_: object) -> str:
+        shown.append(most_characters)
+        return "briefing"
+
+    monkeypatch.setattr("agent.correspondent.brief", brief)
+    here = setting(*[FULL] * (len(ROOMS) - 1), reply(*RATES), reply(*RATES))
+    for _ in range(4):
+        here.step()
+    assert shown == [room.briefing_characters for room in (*ROOMS, ROOMS[-1])]
+    assert here.book.kinds == ["prompt_cut"]
+
+
+def test_a_repair_that_does_not_fit_is_no_reason_to_give_up(setting: Any) -> None:
+    """It is longer than the question, which did fit; the next question is asked as if the reply had been garbage."""
+    here = setting("no JSON", FULL, reply(*RATES))
+    here.step()
+    here.step(LONG)
+    assert here.book.kinds == ["model_trouble"]
+    here.step()
+    assert len(here.step()) == 3
 
 
 @pytest.mark.parametrize("trouble", [Trouble.NOT_ALLOWED, Trouble.NO_SUCH_MODEL, Trouble.SPENDING_LIMIT])

@@ -220,6 +220,47 @@ def test_a_form_that_is_refused_later_is_stepped_down_from(ask: Ask, desk: Booke
     assert [ended.sent for ended in desk.ended.values()] == [False, True]
 
 
+@pytest.mark.parametrize("status", [500, 501])
+def test_a_form_may_be_refused_as_an_error_of_the_server(
+    local: Callable[[Wire], OpenAIProvider], desk: BookedDesk, status: int
+) -> None:
+    """llama-cpp-python's server says "Internal Server Error" to a response_format that it does not know."""
+    text = (
+        "1 validation error:\n  {'type': 'literal_error', 'loc': ('body', 'response_format', 'type'),"
+        " 'msg': \"Input should be 'text' or 'json_object'\", 'input': 'json_schema'}"
+    )
+    with Wire(Say(status=status, body=wrong(text, kind="internal_server_error")), Say(body=called(FORM))) as wire:
+        provider = local(wire)
+        provider.check(desk)
+        assert provider.ask(QUESTION, desk, deadline_seconds=A_HANG_SECONDS).text == FORM
+    assert ["tools" in post.body for post in wire.posts] == [False, True, True]
+
+
+BOUNDED = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}}}
+
+
+def test_bounds_are_left_out_for_a_server_that_does_not_take_them(
+    local: Callable[[Wire], OpenAIProvider], desk: BookedDesk
+) -> None:
+    """A gateway to OpenAI, say: the schema stays strict, and later questions come without them at once."""
+    question = dataclasses.replace(QUESTION, schema=BOUNDED)
+    refusal = wrong("Invalid schema for response_format 'answer': 'maxItems' is not permitted")
+    with Wire(Say(status=400, body=refusal), Say(body=completion('{"a": []}'))) as wire:
+        provider = local(wire)
+        for _ in range(2):
+            provider.ask(question, desk, deadline_seconds=A_HANG_SECONDS)
+    sent = [post.body["response_format"]["json_schema"]["schema"]["properties"]["a"] for post in wire.posts]
+    assert ["maxItems" in each for each in sent] == [True, False, False]
+
+
+def test_openai_itself_is_sent_no_bounds(real: Callable[[Wire], OpenAIProvider], desk: BookedDesk) -> None:
+    """Its strict mode turns the schema away for those that it does not know."""
+    with Wire(Say(body=response({"type": "output_text", "text": "{}"}))) as wire:
+        question = dataclasses.replace(QUESTION, schema=BOUNDED)
+        real(wire).ask(question, desk, deadline_seconds=A_HANG_SECONDS)
+    assert "maxItems" not in json.dumps(wire.posts[0].body)
+
+
 def test_the_new_name_of_the_limit(ask: Ask) -> None:
     """Reasoning models behind gateways turn the old one away."""
     text = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.reply import LONGEST_REPLY, MOST_INSIGHTS, BadReply, Reply, read, schema
+from agent.calling import unbounded
+from agent.reply import LONGEST_PROSE, LONGEST_REPLY, MOST_INSIGHTS, BadReply, Reply, read, schema
 from harness.config import Knob
 from harness.records import History
 
@@ -75,29 +77,64 @@ def objects(part: Any) -> list[dict[str, Any]]:
 
 
 def test_the_schema_keeps_to_what_both_strict_modes_take() -> None:
-    """Every object is closed with all its properties required, and no bound is relied upon."""
-    made = schema(KNOBS, 2, 3)
+    """Every object is closed with all its properties required, and without bounds no word is left that is not taken."""
+    made = unbounded(schema(KNOBS, 2, 3))
     assert len(objects(made)) == 4
     for each in objects(made):
         assert each["additionalProperties"] is False
         assert each["required"] == list(each["properties"]) != []
     words = json.dumps(made)
-    for word in ("minimum", "maximum", "maxItems", "minItems", "oneOf", "$ref", "default", "pattern"):
+    for word in (
+        "minimum",
+        "maximum",
+        "maxItems",
+        "minItems",
+        "minLength",
+        "maxLength",
+        "oneOf",
+        "$ref",
+        "default",
+        "pattern",
+    ):
         assert f'"{word}"' not in words
     change = made["properties"]["proposals"]["items"]["properties"]["changes"]["items"]
     assert change["properties"]["knob"]["enum"] == sorted(KNOBS)
+
+
+def test_the_schema_bounds_whatever_could_run_on() -> None:
+    """Under a grammar made of it a small model fills a list or a text without bound until its context is full."""
+
+    def parts(schema: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(schema, dict):
+            yield schema
+        for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+            yield from parts(each)
+
+    made = list(parts(schema(KNOBS, 2, 3)))
+    lists = [each for each in made if each.get("type") == "array"]
+    texts = [each for each in made if each.get("type") == "string" and "enum" not in each]
+    assert sorted(each["maxItems"] for each in lists) == [2, 3, MOST_INSIGHTS]
+    assert len(texts) == 4
+    assert all(0 < each["maxLength"] <= LONGEST_PROSE for each in texts)
 
 
 def test_the_schema_survives_the_sdks_transformation() -> None:
     """What the SDK would send of it is what it was, but for the types beside enums."""
     from anthropic.lib._parse._transform import transform_schema
 
-    made = schema(KNOBS, 2, 3)
+    made = unbounded(schema(KNOBS, 2, 3))
     sent = transform_schema(made)
     assert [each["required"] for each in objects(sent)] == [each["required"] for each in objects(made)]
 
 
 # --- what is taken -----------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_is_said_twice_alike_is_one() -> None:
+    """Small models repeat themselves; only two different values for one knob leave open what is meant."""
+    made = taken(reply(offer(("model.depth", 2), ("model.depth", 2.0), ("model.depth", "2"))))
+    assert made.proposals[0].diff == {"model.depth": 2}
+    assert made.faults == ()
 
 
 def test_a_whole_reply() -> None:
@@ -174,11 +211,6 @@ def test_what_is_merely_unwise_is_a_proposal(changes: list[tuple[str, object]]) 
         (GOOD | {"watch": None}, "watch"),
         (GOOD | {"parent": "incumbent"}, "parent"),
         (GOOD | {"parent": True}, "parent"),
-        (GOOD | {"predicted_change": "better"}, "predicted_change"),
-        (GOOD | {"confidence": 70}, "confidence"),
-        (GOOD | {"abort_if": {"probe_above": -1, "after": 0.5}}, "probe_above"),
-        (GOOD | {"abort_if": {"probe_above": 2, "after": 2}}, "after"),
-        (GOOD | {"abort_if": "diverged"}, "abort_if"),
     ],
 )
 def test_one_bad_proposal_does_not_lose_the_others(bad: object, why: str) -> None:
@@ -189,6 +221,33 @@ def test_one_bad_proposal_does_not_lose_the_others(bad: object, why: str) -> Non
     assert made.faults[0].startswith("Proposal 1: ")
     assert why in made.faults[0]
     assert len(made.faults[0]) < 400
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (GOOD | {"predicted_change": "better"}, "predicted_change"),
+        (GOOD | {"predicted_change": 1e305}, "predicted_change"),
+        (GOOD | {"confidence": 70}, "confidence"),
+        (GOOD | {"abort_if": {"probe_above": -1, "after": 0.5}}, "probe_above"),
+        (GOOD | {"abort_if": {"probe_above": 2, "after": 2}}, "after"),
+        (GOOD | {"abort_if": "diverged"}, "abort_if"),
+        (GOOD | {"predicted_change": float("1e999"), "confidence": -3.9}, "predicted_change"),
+    ],
+)
+def test_what_can_be_left_out_loses_no_proposal(odd: Mapping[str, Any], why: str) -> None:
+    """It is taken without, the rest of it whole, and the model is told."""
+    made = taken(json.dumps({"proposals": [odd], "insights": []}).replace("Infinity", "1e999"))
+    [proposal] = made.proposals
+    assert proposal.diff == {"optim.learning_rate": 1e-3}
+    [fault] = made.faults
+    assert fault.startswith("Proposal 1 was taken without")
+    assert why in fault
+    assert len(fault) < 400
+    fields = ("predicted_change", "confidence", "abort_if")
+    assert [getattr(proposal, name) for name in fields] == [
+        None if odd[name] is None or odd[name] != GOOD[name] else GOOD[name] for name in fields
+    ]
 
 
 def test_sizes_are_bounded() -> None:
