@@ -71,6 +71,7 @@ class MixedProposer:
 
     def begin(self, terms: Terms) -> None:
         """Take the owner's terms on behalf of all; `WrongUse` if there is no such model or no key for it."""
+        self.model = terms.llm
         for arm in self._arms.values():
             arm.begin(terms)
         if terms.llm is not None:

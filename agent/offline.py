@@ -10,6 +10,8 @@ from harness.terms import Terms
 class OfflineProposer:
     """Base of the proposers that need neither a key nor a network."""
 
+    model: str | None = None
+
     def begin(self, terms: Terms) -> None:
         """Nothing can be missing."""
 

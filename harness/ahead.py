@@ -27,6 +27,11 @@ class Ahead:
         """Tell whether a question is out or its answer waits to be taken."""
         return self._answer is not None
 
+    @property
+    def is_answered(self) -> bool:
+        """Tell whether proposals wait to be taken; what the proposer raised waits for who asks for its answer."""
+        return self._answer is not None and self._answer.done() and self._answer.exception() is None
+
     def ask(self, history: History) -> None:
         """Ask for the next proposal, unless a question is out already."""
         if self._answer is None:

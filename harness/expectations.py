@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import urllib.parse
 from pathlib import Path
 
 from harness import disk
@@ -18,8 +19,10 @@ from harness.terms import provider_and_model
 GIB = 1024**3
 
 
-def expectations(study: Study, reader: Reader, tier: str, limits: Limits, agent: Agent) -> list[str]:
-    """Return the lines for the start of a run."""
+def expectations(
+    study: Study, reader: Reader, tier: str, limits: Limits, agent: Agent, *, asked: str | None
+) -> list[str]:
+    """Return the lines for the start of a run. ``asked`` is the language model that its proposer asks, if any."""
     trials = reader.trials()
     lines = [f"Study {study.paths.name}: {study.file.study.task}, budget {study.budget} a trial on {study.device}."]
     if trials:
@@ -48,15 +51,16 @@ def expectations(study: Study, reader: Reader, tier: str, limits: Limits, agent:
             f"Note: the text of {', '.join(readable)} lies where every Python process reads (the interpreter or the"
             " system): a job could read its val documents there. Keep data elsewhere to close that."
         )
-    lines.append(_model(agent, reader))
+    lines.append(_model(agent, reader, asked))
     return lines
 
 
-def _model(agent: Agent, reader: Reader) -> str:
+def _model(agent: Agent, reader: Reader, asked: str | None) -> str:
     """Say what leaves the machine towards a language model, and what that may cost."""
-    if agent.llm is None:
-        return "Nothing leaves this machine and nothing is spent: the proposer works offline."
-    provider, model = provider_and_model(agent.llm)
+    if asked is None:
+        unused = "" if agent.llm is None else f" Proposer {agent.proposer} asks no language model, so not {agent.llm}."
+        return f"Nothing leaves this machine and nothing is spent: the proposer works offline.{unused}"
+    provider, model = provider_and_model(asked)
     used = sum(call.tokens for call in reader.calls())
     caps = [
         *([f"${agent.max_usd:.2f}"] if agent.max_usd is not None else []),
@@ -64,10 +68,19 @@ def _model(agent: Agent, reader: Reader) -> str:
     ]
     most = f"at most {' and '.join(caps)} in all" if caps else "without a cap (--max-usd, --max-tokens)"
     return (
-        f"Model {model} at {os.environ.get('OPENAI_BASE_URL') or provider if provider == 'openai' else provider}"
-        f" is shown what `overnight briefing {reader.study().name}` prints and nothing else: settings, rounded scores,"
-        f" curves, errors, program.md; no text of the data. It may use {most}; {used:,} tokens are used so far."
+        f"Model {model} at {_address(provider)} is shown what `overnight briefing {reader.study().name}` prints and"
+        " nothing else: settings, rounded scores, curves, errors, program.md; no text of the data. It may use"
+        f" {most}; {used:,} tokens are used so far."
     )
+
+
+def _address(provider: str) -> str:
+    """Return whom a provider's SDK will ask: host and port of a base URL, without the password that may be in it."""
+    url = os.environ.get(f"{provider.upper()}_BASE_URL", "").strip()
+    if not url:
+        return provider
+    parts = urllib.parse.urlsplit(url)
+    return parts.netloc.rpartition("@")[2] or "an address that cannot be read"
 
 
 def is_readable_by_jobs(source: Path) -> bool:

@@ -19,7 +19,7 @@ from harness.studyfile import Agent
 
 
 def history_of(study: Study, reader: Reader) -> History:
-    """Return all that a proposer may know, as of one moment; `BadInput` if program.md is there and cannot be read.
+    """Return all that a proposer may know, as of one moment.
 
     Running proposals come without their trials, so that the answer is the same whether it is asked for when they begin
     or, after a crash, in their middle.
@@ -55,11 +55,16 @@ def briefing_of(study: Study, reader: Reader) -> str:
 
 
 def _program(study: Study) -> str:
-    """Return what the owner tells a model; nothing if the file was removed. A stray byte must not end a night."""
+    """Return what the owner tells a model; nothing if the file was removed.
+
+    A stray byte, or something else in the file's place, must not end a night: it is said where the text would stand.
+    """
     path = study.paths.program_md
     try:
+        if path.exists() and not path.is_file():
+            return f"({path.name} is no file and could not be read)"
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
+        return f"({path.name} could not be read: {error.strerror})"

@@ -68,7 +68,7 @@ def status(arguments: argparse.Namespace) -> int:
         from harness.report import sources
 
         rows = [sources.document(row) for row in sources.sources(facts)]
-        put(summary.summarise(facts) | {"sources": rows})
+        put(summary.summarise(facts) | {"sources": rows, "insights": list(facts.insights)})
     else:
         from harness.report import table
 

@@ -70,12 +70,12 @@ class Proposal(Record):
     """Expected difference of the study's metric against the parent; negative is better. Within what a ledger takes."""
     confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     abort_if: AbortIf | None = None
-    call: Annotated[int, Field(ge=1)] | None = None
+    call: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     """Row of the ledger's ``calls`` that it came from; None where no language model was asked."""
-    tokens: Annotated[int, Field(ge=0)] | None = None
+    tokens: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Its share of the tokens billed for that call, which may have returned several proposals."""
-    cost_usd: Annotated[float, Field(ge=0)] | None = None
-    latency_seconds: Annotated[float, Field(ge=0)] | None = None
+    cost_usd: Annotated[float, Field(ge=0, lt=1e300)] | None = None
+    latency_seconds: Annotated[float, Field(ge=0, lt=1e300)] | None = None
 
 
 class ProposalState(StrEnum):

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from harness import checkpoints
 from harness.ahead import Ahead
@@ -64,9 +64,9 @@ def search(study: Study, *, limits: Limits, agent: Agent, cold: bool, view: View
         desk = StudyDesk(ledger, study.paths, agent)
         chosen = load_proposer(agent.proposer)
         stack.callback(chosen.close)
-        note_agent(agent, ledger, reader)
-        desk.check_price(agent.llm)
+        desk.check_price()
         chosen.begin(Terms(llm=agent.llm, desk=desk))  # what is missing is told before the nursery warms up
+        note_agent(agent, ledger, reader)
         launcher = stack.enter_context(
             Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads)
         )
@@ -74,7 +74,8 @@ def search(study: Study, *, limits: Limits, agent: Agent, cold: bool, view: View
         stack.enter_context(owner.signals())
         trials = TrialRunner(study, ledger, reader, launcher, owner, view)
         loop = Loop(study, limits, ledger, reader, chosen, trials, owner, view, desk)
-        for line in expectations(study, reader, launcher.sandbox_tier, limits, agent):
+        asked = chosen.model
+        for line in expectations(study, reader, launcher.sandbox_tier, limits, agent, asked=asked):
             view.say(line)
         return loop.run()
 
@@ -86,6 +87,20 @@ def note_agent(agent: Agent, ledger: Ledger, reader: Reader) -> None:
     if not before or before[-1].data != now:
         model = f" with {agent.llm}" if agent.llm else ""
         ledger.event("agent", f"proposer {agent.proposer}{model}", now)
+
+
+class Admitted(NamedTuple):
+    """A proposal that may run: against this lineage node, as this config."""
+
+    parent: int
+    config: TrialConfig
+
+
+class Rejection(NamedTuple):
+    """A proposal that may not run, and why."""
+
+    state: ProposalState
+    reason: str
 
 
 class Loop:
@@ -222,10 +237,22 @@ class Loop:
             queued = self.reader.queued()
             if not queued:
                 return None
-        past = self.admit(queued[0])
-        if past.state is not ProposalState.RUNNING:
-            self.view.decided(past)
-        return past
+        return self.admit(queued[0])
+
+    def meanwhile(self) -> None:
+        """While a trial runs, take the answer that has come, and ask for another if nothing of it may run.
+
+        So that the device does not wait while a proposer that was turned away thinks again.
+        """
+        if not self.ahead.is_answered:
+            return
+        self.collect(self.ahead.take(wait_seconds=0) or ())
+        for past in self.reader.queued():
+            found = self.resolve(past)
+            if isinstance(found, Rejection):
+                self.reject(past, found)
+        if self.fruitless() < FRUITLESS_LIMIT:
+            self.ask_ahead()
 
     def ask_ahead(self) -> None:
         """Let the proposer think while trials run, unless somebody waits already or this run needs nobody more."""
@@ -253,32 +280,38 @@ class Loop:
 
     def admit(self, past: Past) -> Past:
         """Turn a queued proposal into a running one, or close it with the reason."""
-        nodes = {standing.node: standing for standing in self.reader.lineage()}
-        incumbent = self.reader.incumbent()
-        assert incumbent is not None
-        node = past.proposal.parent if past.proposal.parent is not None else incumbent.node
-        if node not in nodes:
-            kept = ", ".join(map(str, sorted(nodes)))
-            return self.reject(past, ProposalState.REFUSED, f"parent {node} is not in the lineage (nodes: {kept})")
-        parent = nodes[node].config
-        flat = flatten(parent)
-        if past.proposal.diff and all(flat.get(name) == value for name, value in past.proposal.diff.items()):
-            return self.reject(past, ProposalState.STALE, f"it changes nothing on its parent, node {node}")
-        config = self.study.policy.admit(
-            past.proposal, parent, budget=self.study.budget, vocabulary=self.study.vocabulary
-        )
-        if isinstance(config, Refusal):
-            return self.reject(past, ProposalState.REFUSED, config.reason)
-        known = self.reader.known_configs()
-        if config.digest in known:
-            return self.reject(past, ProposalState.DUPLICATE, f"its config is that of {_named(known[config.digest])}")
-        self.ledger.start(past.number, node, config)
+        found = self.resolve(past)
+        if isinstance(found, Rejection):
+            return self.reject(past, found)
+        self.ledger.start(past.number, found.parent, found.config)
         return self.reader.proposal(past.number)
 
-    def reject(self, past: Past, state: ProposalState, reason: str) -> Past:
+    def resolve(self, past: Past) -> Admitted | Rejection:
+        """Return what a queued proposal would be if it started now."""
+        nodes = {standing.node: standing.config for standing in self.reader.lineage()}
+        node = past.proposal.parent if past.proposal.parent is not None else next(reversed(nodes))
+        if node not in nodes:
+            kept = ", ".join(map(str, sorted(nodes)))
+            return Rejection(ProposalState.REFUSED, f"parent {node} is not in the lineage (nodes: {kept})")
+        flat = flatten(nodes[node])
+        if past.proposal.diff and all(flat.get(name) == value for name, value in past.proposal.diff.items()):
+            return Rejection(ProposalState.STALE, f"it changes nothing on its parent, node {node}")
+        config = self.study.policy.admit(
+            past.proposal, nodes[node], budget=self.study.budget, vocabulary=self.study.vocabulary
+        )
+        if isinstance(config, Refusal):
+            return Rejection(ProposalState.REFUSED, config.reason)
+        known = self.reader.known_configs()
+        if config.digest in known:
+            return Rejection(ProposalState.DUPLICATE, f"its config is that of {_named(known[config.digest])}")
+        return Admitted(node, config)
+
+    def reject(self, past: Past, rejection: Rejection) -> Past:
         """Close a queued proposal that does not run."""
-        self.ledger.reject(past.number, state, reason)
-        return self.reader.proposal(past.number)
+        self.ledger.reject(past.number, rejection.state, rejection.reason)
+        closed = self.reader.proposal(past.number)
+        self.view.decided(closed)
+        return closed
 
     def walk(self, past: Past) -> None:
         """Take a running proposal to its verdict, one trial at a time."""
@@ -301,8 +334,7 @@ class Loop:
                     if failing or self.limit() is not None:
                         return
                     self.ask_ahead()
-                    self.trials.run(step)
-                    self.collect(self.ahead.take(wait_seconds=0) or ())
+                    self.trials.run(step, self.meanwhile)
                 case Repair():
                     self.ledger.amend(past.number, step.config)
                     self.ledger.event("repair", f"proposal {past.number} ran out of memory", flatten(step.config))

@@ -111,6 +111,8 @@ class Proposer(Protocol):
     """Makes proposals from a history. Deterministic given the history, except where it asks a language model."""
 
     name: str
+    model: str | None
+    """Language model that it asks under the terms that it was given, as the owner named it; None: none."""
 
     def begin(self, terms: Terms) -> None:
         """Take the owner's terms; `WrongUse` if they cannot be met: no model, no key, a model that is not there."""

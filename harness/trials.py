@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from frozen.timer import Budget
 from harness import checkpoints
@@ -42,8 +43,11 @@ class TrialRunner:
         self._sensors = Sensors(study.device)
         self._sensed = NOTHING
 
-    def run(self, step: Run) -> Trial:
-        """Run one trial to its closed row; raises `Ended` afterwards if the owner asked to stop meanwhile."""
+    def run(self, step: Run, meanwhile: Callable[[], None] = lambda: None) -> Trial:
+        """Run one trial to its closed row; raises `Ended` afterwards if the owner asked to stop meanwhile.
+
+        ``meanwhile`` is called several times a second while its jobs run.
+        """
         self._owner.obey()
         study = self._study
         seal = study.seal.verify(thorough=False)
@@ -67,7 +71,7 @@ class TrialRunner:
         self._view.trial_began(self._reader.trial(number))
         points: list[CurvePoint] = []
         self._sensed = NOTHING
-        ending = self._train_and_score(step, seed, paths, number, points)
+        ending = self._train_and_score(step, seed, paths, number, points, meanwhile)
         self._ledger.close_trial(number, ending.observed(points, self._sensed))
         trial = self._reader.trial(number)
         self._view.trial_ended(trial)
@@ -86,8 +90,18 @@ class TrialRunner:
         return {trial.id for past in self._reader.running() for trial in past.trials}
 
     def _train_and_score(
-        self, step: Run, seed: int, paths: TrialPaths, number: int, points: list[CurvePoint]
+        self,
+        step: Run,
+        seed: int,
+        paths: TrialPaths,
+        number: int,
+        points: list[CurvePoint],
+        meanwhile: Callable[[], None],
     ) -> Ending:
+        def should_stop() -> bool:
+            meanwhile()
+            return self._owner.wants_stop()
+
         def on_point(point: CurvePoint) -> None:
             points.append(point)
             with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
@@ -107,7 +121,7 @@ class TrialRunner:
             log=paths.log,
             deadline_seconds=self._deadline_seconds(),
             on_point=on_point,
-            should_stop=self._owner.wants_stop,
+            should_stop=should_stop,
         )
         if not isinstance(trained, Trained):
             assert isinstance(trained, Failed)
@@ -121,7 +135,7 @@ class TrialRunner:
             score_order(self._study, step.config, weights=paths.weights, split="val"),
             log=paths.log,
             deadline_seconds=self._deadline_seconds(),
-            should_stop=self._owner.wants_stop,
+            should_stop=should_stop,
         )
         if not isinstance(scored, Scored):
             assert isinstance(scored, Failed)

@@ -74,6 +74,7 @@ def page(facts: Facts, paths: StudyPaths) -> str:
             _section("Every proposal", _ledger(facts), LEDGER_LEAD),
             _section("Learning curves", _plot("curves", plot.curves(facts).to_json()), CURVES_LEAD),
             _section("What it cost", _cost(facts)),
+            *([_section("What the proposer noted", _list(facts.insights), INSIGHTS_LEAD)] if facts.insights else []),
             _section("The winner's config", _config(facts)),
             _footer(facts, paths),
         )
@@ -94,6 +95,7 @@ LEDGER_LEAD = (
     "The difference is candidate minus incumbent on fresh, shared seeds (negative is better), ± one standard error. In"
     " brackets: a single screening run, which proves nothing."
 )
+INSIGHTS_LEAD = "Notes of a language model to itself, oldest first: its beliefs, which nothing here has proven."
 CURVES_LEAD = (
     "Score on the probe split while training. In colour the runs whose checkpoints stand for baseline and best."
 )

@@ -35,6 +35,8 @@ class Facts:
     events: tuple[Event, ...]
     calls: tuple[Call, ...]
     """To language models."""
+    insights: tuple[str, ...]
+    """What proposers noted for themselves, oldest first."""
     driver_lives: bool
 
     @property
@@ -89,6 +91,7 @@ def gather(reader: Reader, *, driver_lives: bool, curves: bool = False) -> Facts
             noise=reader.noise(),
             events=reader.events(),
             calls=reader.calls(),
+            insights=reader.insights(),
             driver_lives=driver_lives,
         )
 

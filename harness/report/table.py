@@ -28,6 +28,8 @@ from harness.report.summary import (
 from harness.rows import Sensed
 
 WITHOUT_NOTE = "without it: what the best config loses on fresh shared seeds; positive: the step still helps."
+NEWEST_INSIGHTS = 3
+"""Notes of a language model that `overnight status` shows; the report has all."""
 WIDE = 110
 """Columns from which the ledger has room for reasons."""
 STYLES = {
@@ -104,15 +106,19 @@ def status(facts: Facts) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(facts), style="bold"), "", table]
     if facts.past or facts.calls:
         parts += ["", _sources(facts)]
+    if facts.insights:
+        parts += ["", Text(f"Noted by the proposer, newest of {len(facts.insights)}:", style="bold")]
+        parts += [Text(f"  {text}") for text in facts.insights[: -NEWEST_INSIGHTS - 1 : -1]]
     return Group(*parts)
 
 
 def _sources(facts: Facts) -> Table:
     """Return who proposed, how often that was kept, and what it cost."""
-    names = ("proposer", "proposals", "decided", "kept", "turned away", "failed trials", "calls", "cost")
+    names = ("proposer", "proposals", "decided", "kept", "win rate", "turned away", "failed trials", "calls", "cost")
     table = _rows(*names, right=names[1:])
     for row in sources.sources(facts):
-        numbers = (row.proposals, row.decided, row.kept, row.turned_away, row.failed_trials)
+        rate = words.NOTHING if row.win_rate is None else f"{row.win_rate:.0%}"
+        numbers = (row.proposals, row.decided, row.kept, rate, row.turned_away, row.failed_trials)
         calls = f"{row.calls} ({row.failed_calls} failed)" if row.failed_calls else str(row.calls or words.NOTHING)
         table.add_row(words.source(row.source, row.model), *map(str, numbers), calls, words.cost(row))
     return table

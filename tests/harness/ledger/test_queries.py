@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from harness.errors import BadInput
 from harness.noise import pool_noise
@@ -52,6 +54,23 @@ def test_a_proposal_comes_back_as_it_was(night: Night, proposal: Proposal) -> No
     assert {name: type(value) for name, value in found.diff.items()} == {
         name: type(value) for name, value in proposal.diff.items()
     }
+
+
+@SAME_FIXTURE
+@given(
+    number=st.floats() | st.sampled_from([1e300, -1e300, 1e305, 5e-324, 0.0, -0.0]),
+    whole=st.integers() | st.sampled_from([2**63 - 1, 2**63, -(2**63)]),
+    field=st.sampled_from(["predicted_change", "confidence", "cost_usd", "latency_seconds", "tokens", "parent"]),
+)
+def test_what_a_proposal_may_hold_the_ledger_can_hold(night: Night, number: float, whole: int, field: str) -> None:
+    """A value that is no proposal's is refused where it is made, and never by the ledger in the middle of a night."""
+    value = whole if field in ("tokens", "parent") else number
+    with contextlib.suppress(ValidationError):
+        proposal = Proposal.model_validate(
+            {"diff": {"a": 1}, "source": "s", "rationale": "r", "watch": "w", field: value}
+        )
+        with night.reader() as reader:
+            assert reader.proposal(night.ledger.queue(proposal)).proposal == proposal
 
 
 def test_endings_are_in_the_order_of_their_ends_and_leave_out_replays(night: Night) -> None:

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ class MadeUpLauncher:
     shift: float = 0.0
     """Added to every score of a training that happens now."""
     sandbox_tier: str = "plain"
+    polls_until: Callable[[], bool] | None = None
+    """Let a training wait for this while its driver looks around, as it does several times a second."""
 
     def run(
         self,
@@ -64,6 +67,8 @@ class MadeUpLauncher:
             score = float((job.weights / "model.safetensors").read_text())
             nats = score * math.log(2) * BYTES
             return Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=(nats,), score_seconds=0.5)
+        while self.polls_until is not None and should_stop is not None and not (should_stop() or self.polls_until()):
+            time.sleep(0.001)
         if on_point:
             on_point(POINT)
         write_model(job.folder / "model", made_up_score(job.config, job.seed) + self.shift)

@@ -26,7 +26,7 @@ ENDED = CallEnded(usage=Usage(input_tokens=100, output_tokens=20), latency_secon
 def make_desk(night: Any) -> Any:
     """Return a maker of desks over a study whose prices know the model ``m``."""
     night.study.paths.prices_toml.write_text(PRICED)
-    return lambda **caps: StudyDesk(night.ledger, night.study.paths, Agent(**caps))
+    return lambda **caps: StudyDesk(night.ledger, night.study.paths, Agent(**({"llm": "anthropic:m"} | caps)))
 
 
 def test_calls_are_priced_and_capped_over_restarts(make_desk: Any) -> None:
@@ -46,17 +46,18 @@ def test_calls_are_priced_and_capped_over_restarts(make_desk: Any) -> None:
 def test_an_unknown_price_with_a_cap_on_money_is_told_at_the_start(make_desk: Any) -> None:
     """Without the cap, or with one on tokens, any model may be asked."""
     with pytest.raises(BadInput, match=r"price of other is not known.*prices\.toml"):
-        make_desk(max_usd=1.0).check_price("anthropic:other")
-    make_desk(max_usd=1.0).check_price("anthropic:m")
-    make_desk(max_tokens=10).check_price("other")
-    make_desk(max_usd=1.0).check_price(None)
+        make_desk(llm="anthropic:other", max_usd=1.0).check_price()
+    make_desk(max_usd=1.0).check_price()
+    make_desk(llm="other", max_tokens=10).check_price()
+    make_desk(llm=None, max_usd=1.0).check_price()
 
 
 def test_a_bad_file_of_prices_stops_the_start(make_desk: Any, night: Any) -> None:
-    """Nobody guesses what a call costs."""
+    """Nobody guesses what a call costs; where no model is asked nobody needs to know."""
     night.study.paths.prices_toml.write_text("date = yesterday")
     with pytest.raises(BadInput, match=r"prices\.toml"):
         make_desk()
+    make_desk(llm=None).check_price()
 
 
 def test_prompts_and_replies_are_kept_whatever_is_in_them(make_desk: Any, night: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +157,11 @@ def test_an_unknown_memory_is_none(tmp_path: Path, answer: str) -> None:
     """No driver, a driver that fails or one that does not know: None, and never a number."""
     assert origin.device_memory_bytes("cuda:0", {}, pretend(tmp_path, answer)) is None
     assert origin.device_memory_bytes("cuda:0", {}, str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: os.mkfifo(path)])
+def test_something_else_in_the_place_of_program_md_ends_no_night(won: Any, make: Any) -> None:
+    """It is said where the owner's words would stand: the file may change, and a night must not hang on it."""
+    won.study.paths.program_md.unlink(missing_ok=True)
+    make(won.study.paths.program_md)
+    assert history_of(won.study, won.reader).program == "(program.md is no file and could not be read)"

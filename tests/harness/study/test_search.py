@@ -45,6 +45,7 @@ class Script:
     """Proposes given diffs in order, as far as the history says; stateless, like every proposer."""
 
     name = "script"
+    model = None
 
     def __init__(self, *diffs: dict[str, Any]) -> None:
         self.diffs = diffs
@@ -265,6 +266,26 @@ def test_the_next_proposal_is_asked_for_while_trials_run(drive: Callable[..., Dr
     assert (first.next_number, first.past) == (1, ())
     assert second.next_number == 2
     assert [(past.state, past.trials) for past in second.past] == [(ProposalState.RUNNING, ())]
+
+
+def test_what_may_not_run_is_turned_away_while_the_trial_still_runs(drive: Callable[..., Drive]) -> None:
+    """So that another one waits when it ends: the proposer is asked again at once, and not after the trial."""
+    night = drive()
+    night.script = slow = Slow(WORSE, {"optim.learning_rate": 9.0}, BETTER)
+    slow.trial_began.set()
+    states: list[list[ProposalState]] = []
+
+    def on_job(job: TrainJob | ScoreJob) -> None:
+        if isinstance(job, ScoreJob) and job.config.optim.learning_rate == WORSE["optim.learning_rate"]:
+            with Reader(night.paths.ledger) as reader:
+                states.append([past.state for past in reader.past()])
+
+    night.launcher.spoil = on_job
+    night.launcher.polls_until = lambda: not slow.shown or len(slow.shown) >= 3
+    night.run(Limits(proposals=2))
+    assert states[0][:2] == [ProposalState.RUNNING, ProposalState.REFUSED]
+    decided, refused = ProposalState.DECIDED, ProposalState.REFUSED
+    assert [past.state for past in night.past()] == [decided, refused, decided]
 
 
 def test_nobody_is_asked_for_more_than_the_run_needs(drive: Callable[..., Drive]) -> None:
