@@ -10,6 +10,7 @@ import datetime
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,9 +238,13 @@ def replay(arguments: argparse.Namespace) -> int:
     out = console(lasting(sys.stdout))
     made = study.load(chosen(arguments.study).root)
     budget = _full_budget(arguments, made)
+    if budget is not None:
+        _refuse_too_few_steps(made, budget)
     with screen(out, made.paths, Limits(), plain=False) as view:
         result = replayed(made, budget, view, ablate=arguments.ablate, cold=arguments.cold)
     out.print(_reproduced(result.reproduction), soft_wrap=True)
+    for line in _missed(made, result.reproduction):
+        out.print(line, soft_wrap=True)
     if not result.reproduction.agrees:
         raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
     lines = _ablated(result.ablation, made.metric) if result.ablation is not None else []
@@ -262,6 +267,29 @@ def _full_budget(arguments: argparse.Namespace, made: Study) -> Budget | None:
             except ValueError as error:
                 raise BadValue(str(error)) from error
     return None
+
+
+def _refuse_too_few_steps(made: Study, budget: Budget) -> None:
+    """Refuse a full run of hardly any steps before anything is run for it."""
+    from harness.policy import Refusal
+
+    with Reader(made.paths.ledger) as reader:
+        standings = [standing for standing in (reader.baseline(), reader.incumbent()) if standing is not None]
+    for standing in standings:
+        refusal = made.policy.too_few_steps(standing.config, budget, made.vocabulary)
+        if isinstance(refusal, Refusal):
+            raise BadValue(f"the full run is too short: {refusal.reason}")
+
+
+def _missed(made: Study, shown: Reproduction) -> Iterator[str]:
+    """Say which other seeds did not agree: whoever replays until one agrees must not forget the others."""
+    with Reader(made.paths.ledger) as reader:
+        node = next(event.data["node"] for event in reader.events("reproduced") if event.data["trial"] == shown.trial)
+        events = [event.data for event in reader.events("reproduced") if event.data["node"] == node]
+    outside = [data for data in events if not data["agrees"] and data["trial"] != shown.trial]
+    if outside:
+        scores = ", ".join(f"trial {data['trial']} with {data['score']:.4f}" for data in outside)
+        yield f"Of {len(events)} seeds of this config so far {len(outside)} lay outside: {scores}."
 
 
 def _reproduced(result: Reproduction) -> str:

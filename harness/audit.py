@@ -12,9 +12,11 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 
 from frozen.tokens import EncodedSplit
-from harness import evidence, invariants, journal
+from harness import checkpoints, evidence, invariants, journal
+from harness.errors import CheckFailed
 from harness.fullrun import FULL_RUN_REPLICATE
 from harness.queries import Reader
 from harness.seal import tool_version
@@ -143,17 +145,28 @@ def _scored(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _full_runs(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
-    """Check that a look at the holdout is on record where a model has its card."""
+    """Check that a full run's model is the one that was scored, and its look at the holdout on record."""
     for row in connection.execute(
-        "SELECT id, budget, config_digest, seal, (SELECT count(*) FROM events"
+        "SELECT id, budget, config_digest, seal, checkpoint_digest, (SELECT count(*) FROM events"
         " WHERE kind = 'holdout_score' AND json_extract(data, '$.trial') = trials.id) AS looks"
         " FROM trials WHERE state = 'scored' AND role = 'final' AND replicate = ? ORDER BY id",
         (FULL_RUN_REPLICATE,),
     ):
         other_seal = None if row["seal"] == study.seal.digest else row["seal"]
+        for who in ("best", "baseline"):
+            model = study.paths.full_run(who, row["budget"], row["config_digest"], other_seal).model
+            if model.exists() and not _is_model(model, row["checkpoint_digest"]):
+                yield f"the model in {model} is not the one that trial {row['id']} scored"
         paths = study.paths.full_run("best", row["budget"], row["config_digest"], other_seal)
         if (paths.model / CARD).exists() and not row["looks"]:
             yield f"trial {row['id']} has a model card in {paths.root.name}, but no event has its score on the holdout"
+
+
+def _is_model(folder: Path, digest: str) -> bool:
+    try:
+        return checkpoints.digest_of(folder, besides=(CARD,)) == digest
+    except (CheckFailed, OSError):  # links, nothing, or what cannot be read
+        return False
 
 
 def _tools(study: Study, connection: sqlite3.Connection) -> Iterator[str]:

@@ -229,7 +229,7 @@ def find_policy(name: str) -> Path:
         if not path.is_file():
             raise BadInput(f"no policy file {name}")
         return path
-    names = {path.stem: path for path in sorted(_packaged().glob("*.toml"))}
+    names = {path.stem: path for path in sorted(_packaged().glob("*.toml")) if path != packaged_prices()}
     if name not in names:
         raise BadInput(f"no policy {name!r}{nearest(name, names)}; there are {', '.join(names)}, or give a path")
     return names[name]

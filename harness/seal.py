@@ -38,7 +38,9 @@ FOLDERS = ("frozen", "harness/jobs")
 """Sealed whole: every file in them, and nothing may be added."""
 MODULES = ("harness/__init__.py", "harness/config.py", "harness/errors.py", "harness/records.py")
 """What the code in `FOLDERS` imports of ours besides (a test follows the imports)."""
-PACKAGES = ("torch", "transformers", "peft", "trl", "tokenizers")
+VERDICT = ("harness/judge.py", "harness/noise.py", "harness/walk.py")
+"""What a decision depends on besides scores and policy: a loosened rule must not pass for the study's."""
+PACKAGES = ("overnight", "torch", "transformers", "peft", "trl", "tokenizers")
 SECTIONS = ("study", "baseline", "eval")
 """Sealed sections of study.toml; the others may change."""
 LINK = "is a symbolic link"
@@ -117,10 +119,10 @@ class Code:
 
     def files(self) -> dict[str, Path]:
         """Return everything that lies where sealed code lies, by name relative to the root; bytecode caches apart."""
-        found = {name: self.root / name for name in MODULES if _exists(self.root / name)}
+        found = {name: self.root / name for name in (*MODULES, *VERDICT) if _exists(self.root / name)}
         for folder in FOLDERS:
             found |= _below(self.root / folder, self.root)
-        stems = {Path(name).stem for name in MODULES}
+        stems = {Path(name).stem for name in (*MODULES, *VERDICT)}
         for entry in os.scandir(self.root / "harness"):
             # A package or extension module of the same name would be imported in the place of the sealed module.
             if entry.name.partition(".")[0] in stems:
@@ -133,7 +135,7 @@ class Code:
         Looked at are the folders beside the sources, and those that the children use below ``prefix``
         (``-X pycache_prefix`` mirrors the whole path of the sources there).
         """
-        stems = {self.root / "harness": frozenset(Path(name).stem for name in MODULES)}
+        stems = {self.root / "harness": frozenset(Path(name).stem for name in (*MODULES, *VERDICT))}
         for folder in FOLDERS:
             for path in [self.root / folder, *(self.root / folder).rglob("*")]:
                 if "__pycache__" not in path.parts and path.is_dir() and not path.is_symlink():

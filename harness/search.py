@@ -44,6 +44,8 @@ FAILURES_BEFORE_CANARY = 3
 """Failed trials in a row after which the baseline runs again: is it the configs or the machine?"""
 ANSWER_POLL_SECONDS = 0.2
 """How often the owner's wishes are looked at while nothing runs because the proposer still thinks."""
+LAST_ANSWER_SECONDS = 5.0
+"""How long a verdict waits for an answer that was asked for before it: with it, the answer would be another."""
 FRUITLESS_LIMIT = 50
 """Proposals in a row that lead to no trial before the space counts as exhausted."""
 
@@ -255,9 +257,12 @@ class Loop:
             self.ask_ahead()
 
     def ask_ahead(self) -> None:
-        """Let the proposer think while trials run, unless somebody waits already or this run needs nobody more."""
-        last = self.limits.proposals is not None and self.decided + 1 >= self.limits.proposals
-        if not (last or self.ahead.is_asked or self.reader.queued()):
+        """Let the proposer think while trials run, unless somebody waits already.
+
+        Also during the last proposal of this run: a run that goes on later finds what one that never ended would have
+        asked for at this point.
+        """
+        if not (self.ahead.is_asked or self.reader.queued()):
             self.ahead.ask(self.history())
 
     def answer(self) -> Sequence[Proposal]:
@@ -339,6 +344,8 @@ class Loop:
                     self.ledger.amend(past.number, step.config)
                     self.ledger.event("repair", f"proposal {past.number} ran out of memory", flatten(step.config))
                 case Verdict():
+                    self.ask_ahead()
+                    self.collect(self.ahead.take(wait_seconds=LAST_ANSWER_SECONDS) or ())
                     self.decide(past, step)
                 case _:
                     assert_never(step)

@@ -287,7 +287,23 @@ def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     for name, found in prepared.report["rejected"].items():
         if found["rejected"]:
             say(_left_out(name, found, StudyPaths(request.root).data_report))
+    for name in file.sources:
+        _say_duplicates(name, prepared.report, say)
     return prepared
+
+
+def _say_duplicates(name: str, report: dict[str, Any], say: Say) -> None:
+    """Say how much of a source was there already; `BadInput` if it adds nothing: its weight would turn nothing."""
+    read = report["read"][name]["texts"]
+    used = {split: sources.get(name, {"texts": 0})["texts"] for split, sources in report["splits"].items()}
+    dropped = read - sum(used.values())
+    if not used["train"]:
+        raise BadInput(
+            f"source {name} adds nothing to train on: {dropped} of its {read} texts are duplicates of other texts;"
+            " leave it out"
+        )
+    if dropped:
+        say(f"Source {name}: {dropped} of {read} texts are duplicates of others and left out.")
 
 
 def _left_out(name: str, found: dict[str, Any], report: Path) -> str:

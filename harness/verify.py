@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Literal, Protocol
 
 from harness import checkpoints, origin
 from harness.audit import audit, judges_again
-from harness.errors import CannotStart, CheckFailed, StudyLocked
+from harness.errors import CannotStart, CheckFailed, OvernightError, StudyLocked
 from harness.jobs.job import ScoreJob
 from harness.locks import device_lock
 from harness.orders import score_order
@@ -32,6 +33,8 @@ from harness.upgrade import Inspection, Upgrade, inspect
 
 TOLERANCE = 1e-6
 """Largest difference, in the study's metric, between a recorded score and the same weights scored again."""
+UNREADABLE = (OvernightError, sqlite3.DatabaseError, ValueError)
+"""What reading a cell ends with that no longer holds a value."""
 What = Literal["seal", "ledger", "checkpoint", "score"]
 State = Literal["ok", "changed", "failed"]
 """``changed``: it is the tool's doing, which was upgraded since the study was sealed."""
@@ -68,8 +71,12 @@ def verify(study: Study, *, scorer: Scorer | None = None) -> list[Finding]:
     findings = list(seal_findings(study, found))
     with Reader(study.paths.ledger) as reader:
         findings += ledger_findings(study, reader)
-        findings += checkpoint_findings(study.paths, reader.checkpoints())
-        incumbent = reader.incumbent()
+        try:
+            recorded, incumbent = reader.checkpoints(), reader.incumbent()
+        except UNREADABLE as error:
+            text = f"the lineage cannot be read, so no checkpoint can be held against it: {error}"
+            return [*findings, Finding(what="checkpoint", state="failed", text=text)]
+        findings += checkpoint_findings(study.paths, recorded)
         if incumbent is None or incumbent.trial is None:
             findings.append(Finding(what="score", state="ok", text="nothing is scored yet"))
         elif any(finding.state == "failed" for finding in findings):
@@ -113,7 +120,11 @@ def _not_upgraded(study: Study) -> str:
 
 def ledger_findings(study: Study, reader: Reader) -> Iterator[Finding]:
     """Check the ledger in itself and against its study; one finding per contradiction, or one that there is none."""
-    broken = audit(study, reader)
+    try:
+        broken = audit(study, reader)
+    except UNREADABLE as error:
+        yield Finding(what="ledger", state="failed", text=f"a row of it cannot be read: {error}")
+        return
     for sentence in broken:
         yield Finding(what="ledger", state="failed", text=sentence)
     if not broken:

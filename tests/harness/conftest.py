@@ -12,7 +12,7 @@ import pytest
 from harness.config import TrialConfig, Value, apply
 from harness.paths import StudyPaths
 from harness.records import Past, Proposal, ProposalState, Role, Trial, TrialState
-from harness.seal import FOLDERS, MODULES, Code
+from harness.seal import FOLDERS, MODULES, VERDICT, Code
 from tests.samples import BASE
 
 
@@ -73,7 +73,7 @@ def code(tmp_path: Path) -> Code:
     ours = Code().root
     for folder in FOLDERS:
         shutil.copytree(ours / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in MODULES:
+    for module in (*MODULES, *VERDICT):
         shutil.copy(ours / module, root / module)
     return Code(root=root, imported=root / "frozen")
 

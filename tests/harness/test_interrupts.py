@@ -121,7 +121,7 @@ def test_a_signal_after_the_search(place: Path) -> None:
     done = signalled(place, signal.SIGHUP, "harness.report.page", "run", "old", "--hours", "1e-9")
     assert (done.returncode, done.stderr) == (130, "overnight: interrupted by SIGHUP\n")
     with Reader(place / "runs" / "old" / "ledger.db") as reader:
-        assert [event.kind for event in reader.events()] == ["run_began", "run_ended"]
+        assert [event.kind for event in reader.events()] == ["agent", "run_began", "run_ended"]
 
 
 @pytest.mark.process

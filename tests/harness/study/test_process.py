@@ -14,6 +14,7 @@ import pytest
 from frozen.timer import Budget
 from harness import checkpoints
 from harness.audit import audit
+from harness.desk import StudyDesk
 from harness.jobs.job import Job
 from harness.jobs.nursery import _children as children
 from harness.launch import Launcher
@@ -156,7 +157,8 @@ def test_a_killed_job_runs_again(tmp_path: Path, launcher: Launcher) -> None:
     with Ledger.open(study.paths.ledger) as ledger, Reader(study.paths.ledger) as reader:
         owner = Owner(study.paths, ledger, Silent())
         trials = TrialRunner(study, ledger, reader, murderous, owner, Silent())  # type: ignore[arg-type]
-        loop = Loop(study, Limits(trials=3), ledger, reader, load_proposer("rules"), trials, owner, Silent())
+        desk = StudyDesk(ledger, study.paths, study.file.agent)
+        loop = Loop(study, Limits(trials=3), ledger, reader, load_proposer("rules"), trials, owner, Silent(), desk)
         assert loop.run().exit_code == 0
         rows = reader.trials()
         assert audit(study, reader) == []
