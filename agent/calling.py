@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import httpx2
 
 from agent.asking import Answer, AskFailed, Question, Trouble
-from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub
+from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub, written
 from harness.errors import WrongUse
 from harness.terms import CallBegun, CallEnded, Desk, Usage
 
@@ -176,6 +176,7 @@ class Line:
                     _shut(opened)
 
     def _bound(self, response: httpx2.Response) -> None:
+        response.encoding = "utf-8"  # as JSON is; a charset of the server's choice may be a codec that is none of text
         packed = response.headers.get("content-encoding", "identity") != "identity"
         if isinstance(response.stream, httpx2.SyncByteStream):
             response.stream = _Bounded(response.stream, LONGEST_PACKED_BYTES if packed else LONGEST_BODY_BYTES)
@@ -217,7 +218,7 @@ class TurnedAway(AskFailed):
         self.status = status
         self.is_unbilled = status in UNBILLED
         is_unmet = trouble is Trouble.BAD_REQUEST or (trouble is Trouble.OVERLOADED and status in CLUMSY)
-        self.is_about_form = is_unmet and _FORM.search(str(body)) is not None
+        self.is_about_form = is_unmet and _FORM.search(body if isinstance(body, str) else written(body)) is not None
         """Whether it is the form that the provider does not take: a looser one may do."""
         self.body = body
 

@@ -11,8 +11,10 @@ call is done.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -26,7 +28,8 @@ from agent.evidence import plateaued
 from agent.instructions import SYSTEM
 from agent.patience import Notice, Patience
 from agent.reply import BadReply, Reply, read, schema
-from harness.errors import SpendingCapReached
+from agent.troubles import clean
+from harness.errors import OvernightError, SpendingCapReached
 from harness.records import History, Proposal
 from harness.terms import Desk
 
@@ -109,17 +112,12 @@ class Correspondent:
 
         A provider that cannot be reached now may be back in an hour: that is a line in the ledger, and the run starts.
         """
-        try:
-            self._provider.check(self._desk)
-        except SpendingCapReached as error:
-            self._say(self._patience.switch_off(str(error)))
-        except AskFailed as error:
-            self._say(self._patience.failed(error, self._clock(), seed=0))  # no study is known yet
+        self._shielded(self._check, seed=0)  # no study is known yet
 
     def offer(self, history: History) -> tuple[Proposal, ...]:
         """Return what has come in since the last time; if nothing has, start a call unless one is in flight.
 
-        An exception that no provider should raise is raised here, from the thread that met it.
+        What a thread met that the driver has to know, a ledger that cannot be written above all, is raised here.
         """
         if self._call is not None:
             if not self._call.done():
@@ -129,7 +127,8 @@ class Correspondent:
                 return proposals
         if not self._is_closed and self._patience.allows(self._clock()):
             self._call = Future()
-            self._start(partial(_fulfil, self._call, partial(self._ask, history)))
+            ask = partial(self._shielded, partial(self._ask, history), history.seed)
+            self._start(partial(_fulfil, self._call, ask))
         return ()
 
     def close(self) -> None:
@@ -143,16 +142,30 @@ class Correspondent:
 
     # --- in the call's thread --------------------------------------------------------------------------------------
 
-    def _ask(self, history: History) -> tuple[Proposal, ...]:
-        """Return the proposals of one call; none, and a line in the ledger, if it failed."""
+    def _shielded(self, job: Callable[[], tuple[Proposal, ...]], seed: int) -> tuple[Proposal, ...]:
+        """Return what a job with the provider brings; nothing, and a line in the ledger, if it failed in any way."""
         try:
-            answer, reply = self._converse(history)
+            return job()
         except SpendingCapReached as error:
             self._say(self._patience.switch_off(str(error)))
-            return ()
         except AskFailed as error:
-            self._say(self._patience.failed(error, self._clock(), history.seed))
-            return ()
+            self._say(self._patience.failed(error, self._clock(), seed))
+        except OvernightError:  # the owner's to mend, or a ledger that is broken or full: the driver's to end on
+            raise
+        except Exception as error:  # noqa: BLE001
+            # The one broad except. What comes from outside passes two SDKs, their HTTP client and our reader, any of
+            # which may fail at bytes that nobody thought of, and a night must not be lost to a proposer that it can
+            # do without. It is not hidden: the line names the class and the place, and nothing more is asked.
+            self._say(self._patience.switch_off(_fault_of_ours(error)))
+        return ()
+
+    def _check(self) -> tuple[Proposal, ...]:
+        self._provider.check(self._desk)
+        return ()
+
+    def _ask(self, history: History) -> tuple[Proposal, ...]:
+        """Return the proposals of one call, and write down what the model notes."""
+        answer, reply = self._converse(history)
         self._say(self._patience.answered(self._clock()))
         self._faults = reply.faults
         if reply.faults:
@@ -239,6 +252,12 @@ def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal
         call.set_result(job())
     except BaseException as error:  # noqa: BLE001 - a thread has nobody to tell; `offer` raises it
         call.set_exception(error)
+
+
+def _fault_of_ours(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(place.filename)}, line {place.lineno}"
+    return f"a fault of ours, please report it: {type(error).__name__} in {where}: {clean(str(error))}"
 
 
 def _repair(question: Question, answer: Answer, fault: str) -> Question:

@@ -34,7 +34,7 @@ from agent.calling import (
     timeout,
     unbounded,
 )
-from agent.troubles import clean
+from agent.troubles import clean, said
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Desk, Usage
 
@@ -84,7 +84,7 @@ class Form:
 
     def looser(self, failed: TurnedAway, question: Question) -> Form | None:
         """Return the form to try after this one was turned away, or None if the form was not the reason."""
-        if self.limit == "max_tokens" and "max_completion_tokens" in str(failed.body):
+        if self.limit == "max_tokens" and "max_completion_tokens" in said(failed.body)[2]:
             return dataclasses.replace(self, limit="max_completion_tokens")
         if not failed.is_about_form:
             return None

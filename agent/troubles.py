@@ -12,9 +12,12 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 
 from agent.asking import Trouble
+from harness.records import without_control
 
 LONGEST_TEXT = 300
 """Characters of an error that are shown."""
+LONGEST_RETRY_AFTER_SECONDS = 7 * 86_400.0
+"""Of what a provider asks for: longer than any run, and short enough for every clock and calendar."""
 SHORTEST_SECRET = 8
 """Characters. What is shorter is a placeholder for a local server, and would blot out words and digits of replies."""
 
@@ -76,19 +79,29 @@ def scrub(text: str) -> str:
 
 
 def clean(text: str, *, most: int = LONGEST_TEXT) -> str:
-    """Return a text scrubbed and then cut to ``most`` characters: the other way round, half a key would be left."""
-    text = scrub(text)
+    """Return a text that any ledger and terminal takes, cut to ``most`` characters.
+
+    Scrubbed before it is cut: the other way round, half a key would be left. Halves of surrogate pairs, which JSON can
+    spell and UTF-8 cannot, and control characters other than tab and line break become replacement characters.
+    """
+    text = without_control(scrub(text))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def describe(status: int, headers: Mapping[str, str], body: object) -> str:
     """Return one line for people about an answer that is none."""
     if 300 <= status < 400:
-        host = urllib.parse.urlsplit(headers.get("location", "")).hostname
-        return f"HTTP {status}: a redirect to {host or 'elsewhere'}, which is not followed"
+        return clean(f"HTTP {status}: a redirect to {_host(headers.get('location', ''))}, which is not followed")
     kind, code, message = said(body)
     detail = ", ".join(part for part in (kind, code) if part)
     return clean(f"HTTP {status}{f' ({detail})' if detail else ''}: {' '.join(message.split()) or 'no reason given'}")
+
+
+def _host(address: str) -> str:
+    try:
+        return urllib.parse.urlsplit(address).hostname or "elsewhere"
+    except ValueError:
+        return "elsewhere"
 
 
 # --- classes -----------------------------------------------------------------------------------------------------
@@ -102,9 +115,17 @@ def said(body: object) -> tuple[str, str, str]:
             details = error.get("details")
             code = error.get("code") or (details.get("error_code") if isinstance(details, Mapping) else None)
             message = error.get("message")
-            return _word(error.get("type")), _word(code), message if isinstance(message, str) else json.dumps(body)
-        return "", "", error if isinstance(error, str) else json.dumps(body)
-    return "", "", "" if body is None else str(body)
+            return _word(error.get("type")), _word(code), message if isinstance(message, str) else written(body)
+        return "", "", error if isinstance(error, str) else written(body)
+    return "", "", "" if body is None else body if isinstance(body, str) else written(body)
+
+
+def written(body: object) -> str:
+    """Return a body of JSON as text."""
+    try:
+        return json.dumps(body)
+    except RecursionError:
+        return "a body that is nested too deeply"
 
 
 def _word(value: object) -> str:
@@ -150,7 +171,7 @@ def disguised(document: Mapping[str, object]) -> Trouble | None:
 
 
 def retry_after_seconds(headers: Mapping[str, str], now: datetime.datetime | None = None) -> float | None:
-    """Return how long a provider asks to be left alone, however long that is; None if it did not say."""
+    """Return how long a provider asks to be left alone, up to a week; None if it did not say so that it can be read."""
     for name, unit_seconds in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         value = headers.get(name)
         if value is None:
@@ -160,11 +181,12 @@ def retry_after_seconds(headers: Mapping[str, str], now: datetime.datetime | Non
         except ValueError:
             continue
         if math.isfinite(seconds):
-            return max(0.0, seconds)
+            return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, seconds))
     try:
         moment = email.utils.parsedate_to_datetime(headers.get("retry-after", ""))
-    except ValueError:
+    except (ValueError, OverflowError):  # a year or a time zone beyond what a calendar or a C integer holds
         return None
     if moment.tzinfo is None:  # "-0000": a moment of UTC whose place is not told
         moment = moment.replace(tzinfo=datetime.UTC)
-    return max(0.0, (moment - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+    seconds = (moment - (now or datetime.datetime.now(datetime.UTC))).total_seconds()
+    return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, seconds))

@@ -223,19 +223,44 @@ def test_statuses(fails: Callable[..., AskFailed], desk: BookedDesk, status: int
         ({"retry-after": "nan"}, None),
         ({"retry-after": "soon"}, None),
         ({"retry-after": "Fri, 01 Jan 2016 00:00:00 GMT"}, 0.0),
+        ({"retry-after": "1e308"}, 604_800.0),
+        ({"retry-after": "Sat, 01 Jan 2101 00:00:00 GMT"}, 604_800.0),
+        ({"retry-after": "Mon, 01 Jan 999999999999 00:00:00 GMT"}, None),
+        ({"retry-after": "Mon, 01 Jan 2024 00:00:00 +99999999999999999999"}, None),
+        ({"retry-after": "Fri, 31 Dec 9999 23:59:59 -2359"}, 604_800.0),
     ],
 )
 def test_retry_after(fails: Callable[..., AskFailed], headers: dict[str, str], seconds: float | None) -> None:
-    """Told to whoever waits, however long; nothing here sleeps."""
+    """Told to whoever waits, up to a week; what cannot be read was not said. Nothing here sleeps."""
     for status in (429, 529):
         assert fails(Say(status=status, headers=headers)).retry_after_seconds == seconds
 
 
-def test_retry_after_as_a_date(fails: Callable[..., AskFailed]) -> None:
-    """The other form that HTTP has."""
-    seconds = fails(Say(status=429, headers={"retry-after": "Sat, 01 Jan 2101 00:00:00 GMT"})).retry_after_seconds
-    assert seconds is not None
-    assert seconds > 1e9
+HALVES = {"error": {"message": "\ud800 bad \x00 \x1b[31m", "type": "\ud800"}}
+DEEP = json.dumps({"error": {"message": [0]}}).replace("0", "[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        Say(status=500, body=json.dumps(HALVES)),
+        Say(status=400, body=DEEP),
+        Say(status=500, body="<html>", headers={"content-type": "text/html; charset=hex"}),
+        Say(status=500, body="<html>", headers={"content-type": "text/html; charset=undefined"}),
+        Say(status=307, headers={"location": "http://[elsewhere"}),
+        Say(status=429, body="not gzip", headers={"content-encoding": "gzip"}),
+        Say(body=message("", stop_reason="refusal", stop_details={"category": "\ud800", "explanation": "\x1b"})),
+    ],
+)
+def test_hostile_bytes_are_a_trouble_like_any_other(
+    fails: Callable[..., AskFailed], desk: BookedDesk, say: Say
+) -> None:
+    """They end in the class that they have, in words that a ledger and a terminal take."""
+    text = str(fails(say))
+    assert desk.last.text == text
+    assert text.encode().decode() == text
+    assert "\x1b" not in text
+    assert "\x00" not in text
 
 
 @pytest.mark.parametrize(

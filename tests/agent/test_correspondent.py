@@ -19,7 +19,7 @@ from agent.correspondent import (
 from agent.evidence import PLATEAU
 from agent.instructions import SYSTEM
 from agent.patience import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_REFUSALS, REFUSAL_PAUSE_SECONDS
-from harness.errors import WrongUse
+from harness.errors import BadInput, LedgerBroken, WrongUse
 from harness.records import History, Proposal
 from harness.terms import CallBegun, CallEnded, Desk
 from tests.agent.doubles import USAGE, Actor, Book, Clock, Outcome, Threads, reply
@@ -295,12 +295,26 @@ def test_the_owners_cap_switches_off(setting: Any, calls_allowed: int) -> None:
     assert len(here.book.begun) == calls_allowed
 
 
-@pytest.mark.parametrize("bug", [KeyError("choices"), RecursionError("deep"), SystemExit(3)])
-def test_a_bug_surfaces(setting: Any, bug: BaseException) -> None:
-    """What no provider should raise is raised where somebody looks, not lost in a thread."""
-    here = setting(bug)
+@pytest.mark.parametrize("bug", [KeyError("choices"), RecursionError("deep"), AssertionError("\ud800\x1b[31m")])
+def test_a_fault_of_ours_switches_off(setting: Any, bug: Exception) -> None:
+    """Whatever a server's bytes break on the way ends the asking with a line that says so, never the night."""
+    here = setting(bug, reply(*RATES))
+    for _ in range(10):
+        assert here.step(LONG) == ()
+    assert here.book.kinds == ["model_off"]
+    text = here.book.events[0][1]
+    assert "fault of ours" in text
+    assert f"{type(bug).__name__} in doubles.py, line " in text
+    assert text.encode().isascii() or "\N{REPLACEMENT CHARACTER}[31m" in text
+    assert len(here.actor.questions) == 1
+
+
+@pytest.mark.parametrize("end", [LedgerBroken("contradiction"), BadInput("the disk is full"), SystemExit(3)])
+def test_what_ends_a_night_reaches_the_driver(setting: Any, end: BaseException) -> None:
+    """A ledger that cannot be written is nothing to go on without; it is raised where somebody looks."""
+    here = setting(end)
     here.step()
-    with pytest.raises(type(bug)):
+    with pytest.raises(type(end)):
         here.step()
     assert here.book.events == []
 
@@ -326,6 +340,13 @@ def test_a_provider_that_is_down_is_no_reason_not_to_start() -> None:
     book, correspondent = checked(AskFailed(Trouble.UNREACHABLE, "connection refused"))
     correspondent.check()
     assert book.kinds == ["model_trouble"]
+
+
+def test_a_fault_of_ours_at_the_check_is_no_reason_not_to_start() -> None:
+    """The search starts without the model, as it goes on without it later."""
+    book, correspondent = checked(KeyError("lifecycle"))
+    correspondent.check()
+    assert book.kinds == ["model_off"]
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
