@@ -11,7 +11,6 @@ call is done.
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from agent.asking import Answer, AskFailed, Provider, Question, Trouble
@@ -256,7 +256,7 @@ def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal
 
 def _fault_of_ours(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{os.path.basename(place.filename)}, line {place.lineno}"
+    where = f"{Path(place.filename).name}, line {place.lineno}"
     return f"a fault of ours, please report it: {type(error).__name__} in {where}: {clean(str(error))}"
 
 

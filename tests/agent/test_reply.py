@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -125,6 +126,55 @@ def test_the_schema_survives_the_sdks_transformation() -> None:
     made = unbounded(schema(KNOBS, 2, 3))
     sent = transform_schema(made)
     assert [each["required"] for each in objects(sent)] == [each["required"] for each in objects(made)]
+
+
+# --- how long it takes ---------------------------------------------------------------------------------------------
+
+LONG = LONGEST_REPLY - 2_000
+MANY = '{"x":' * 199
+HARD = {
+    "thinking that never ends": "<think>" * (LONG // 7),
+    "thinking that ends once": "<think>" * (LONG // 7) + "</think>",
+    "many short thoughts": "<think></think>" * (LONG // 15),
+    "braces": "{" * LONG,
+    "a deep object": '{"a":' * (LONG // 5),
+    "a list behind many braces": f"{MANY}[{'1.5e3,' * (LONG // 6 - 300)}",
+    "a text behind many braces": f'{MANY}"{"a" * (LONG - 1_000)}',
+    "escapes behind many braces": MANY + '"' + "\\u0041" * (LONG // 6 - 300),
+    "objects behind many braces": f"{MANY}[{'{},' * (LONG // 3 - 400)}",
+    "almost a number": reply(offer(("model.depth", "1" * LONG + "x"))),
+    "almost an exponent": reply(offer(("model.depth", "1" * LONG + "e"))),
+    "a whole number": reply(GOOD).replace("0.001", "1" * LONG),
+    "a fraction": reply(GOOD).replace("0.001", "0." + "1" * LONG),
+    "changes": reply(offer(*[("model.depth", 2)] * (LONG // 60))),
+    "insights": reply(GOOD, insights=["ab"] * (LONG // 7)),
+}
+
+
+def processor_seconds(text: str) -> float:
+    began = time.thread_time()
+    with contextlib.suppress(BadReply):
+        taken(text)
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_no_reply_takes_the_square_of_its_length(name: str) -> None:
+    """The reader shares the interpreter with the device's driver.
+
+    A pattern that starts anew at each mark takes some 10,000 times what a long rationale does, and parsing again behind
+    each brace 1,000 times; now all stay below 60.
+    """
+    assert len(HARD[name]) <= LONGEST_REPLY
+    benign = min(processor_seconds(reply(offer(("model.depth", 2), rationale="so " * (LONG // 3)))) for _ in range(3))
+    assert processor_seconds(HARD[name]) < 400 * benign
+
+
+def test_thinking_is_no_part_of_the_reply() -> None:
+    """However it is written; what comes before, between and after counts, and a thought without end is none."""
+    draft = reply(offer(("model.depth", 8)))
+    text = f"<think>{draft}</think> so: <THINK>{draft}<think></THINK>{reply(GOOD)}<think>{{"
+    assert taken(text).proposals[0].diff == {"optim.learning_rate": 1e-3}
 
 
 # --- what is taken -----------------------------------------------------------------------------------------------
