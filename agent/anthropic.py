@@ -37,6 +37,8 @@ ADDRESS = "ANTHROPIC_BASE_URL"
 ANTHROPIC = "https://api.anthropic.com"
 CHECK_SECONDS = 30.0
 """For one look at the start; a night must not begin late because a provider hangs."""
+LONGEST_DATE = 100
+"""Characters that are shown of what should be one."""
 CACHE_TTL = "1h"
 """How long the provider keeps the system prompt: trials outlive the other choice, five minutes."""
 
@@ -84,9 +86,8 @@ class AnthropicProvider:
         if known.get("lifecycle") == "retired":
             raise WrongUse(f"the language model {self.model!r} is retired. Name another one with --llm")
         if known.get("lifecycle") == "deprecated":
-            desk.event(
-                "model_deprecated", f"{self.model} is deprecated and retires {known.get('retires_at') or 'soon'}"
-            )
+            retires = clean(str(known.get("retires_at") or "soon"), most=LONGEST_DATE)
+            desk.event("model_deprecated", f"{self.model} is deprecated and retires {retires}")
         capabilities = known.get("capabilities")
         structured = capabilities.get("structured_outputs") if isinstance(capabilities, Mapping) else None
         if isinstance(structured, Mapping) and structured.get("supported") is False:

@@ -291,7 +291,7 @@ class Caller:
         line = self._open()
         begun = CallBegun(provider=self._provider, model=self._model, purpose=question.purpose, most=most)
         with Booking(desk, begun, line) as booking:
-            desk.keep(booking.call, "question.md", f"{question.system}\n\n---\n\n{question.text}\n")
+            desk.keep(booking.call, "question.md", scrub(f"{question.system}\n\n---\n\n{question.text}\n"))
             body = line.run(lambda: send(line), deadline_seconds)
             text = body.decode("utf-8", "replace")
             try:

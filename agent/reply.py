@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from typing_extensions import TypeIs
 
+from agent.troubles import scrub_document
 from harness.config import Knob, Value, explain
 from harness.records import History, Proposal
 from harness.terms import LONGEST_INSIGHT
@@ -170,7 +171,7 @@ def _document(text: str) -> Mapping[str, Any]:
     replies = [each for each in found if "proposals" in each] or found
     if not replies:
         raise BadReply("The reply holds no whole JSON object. Send one that fits the schema, and nothing else.")
-    return replies[-1]  # a model that drafts first ends with what it means
+    return scrub_document(replies[-1])  # the last: a model that drafts first ends with what it means
 
 
 def _spoken(text: str) -> str:

@@ -9,7 +9,8 @@ import math
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from agent.asking import Trouble
 from harness.records import without_control
@@ -24,8 +25,8 @@ SHORTEST_SECRET = 8
 _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHAPES = (
     re.compile(r"\bsk-[\w*.-]{6,}", re.IGNORECASE),
-    re.compile(r"\bBearer\s+[^\s\"',}]+", re.IGNORECASE),
-    re.compile(r"(?<=://)[^/\s@]+@"),  # a proxy's user and password
+    re.compile(r"\bBearer\s+[^\s\"',}\\]+", re.IGNORECASE),
+    re.compile(r"(?<=://)[^/\s@\"]+@"),  # a proxy's user and password
 )
 _HIDDEN = "[key]"
 
@@ -65,17 +66,57 @@ def _secrets() -> Iterator[str]:
                 yield from (secret, json.dumps(secret)[1:-1], urllib.parse.quote(secret, safe=""))
 
 
-def scrub(text: str) -> str:
-    """Return a text without any secret of the environment or what is shaped like one.
+def _spelled(secret: str) -> str:
+    """Return a pattern for a secret within JSON, where each character may stand behind backslashes or as its code.
+
+    Up to three backslashes, as in JSON within JSON; without a bound, a text of nothing else would take the square of
+    its length.
+    """
+    return "".join(rf"(?:\\{{0,3}}{re.escape(character)}|\\{{1,3}}u(?i:{ord(character):04x}))" for character in secret)
+
+
+def scrubber() -> Callable[[str], str]:
+    """Return what takes out of texts any secret of the environment, and what is shaped like one.
 
     A hostile or careless server echoes the request, key included, and what it says ends up in the ledger. JSON stays
     JSON: no quote is ever part of what is taken out.
     """
-    for secret in sorted(set(_secrets()), key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
-    for shape in _SHAPES:
-        text = shape.sub(_HIDDEN, text)
-    return text
+    secrets = sorted(set(_secrets()), key=len, reverse=True)
+    spelled = re.compile("|".join(map(_spelled, secrets))) if secrets else None
+
+    def scrubbed(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, _HIDDEN)
+        if spelled is not None and "\\" in text:
+            text = spelled.sub(_HIDDEN, text)
+        for shape in _SHAPES:
+            text = shape.sub(_HIDDEN, text)
+        return text
+
+    return scrubbed
+
+
+def scrub(text: str) -> str:
+    """Return one text without secrets."""
+    return scrubber()(text)
+
+
+def scrub_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parsed document without secrets in any of its texts: parsing undoes whatever hid them from `scrub`."""
+    scrubbed = scrubber()
+
+    def walk(part: Any) -> Any:
+        match part:
+            case str():
+                return scrubbed(part)
+            case dict():
+                return {scrubbed(name): walk(each) for name, each in part.items()}
+            case list():
+                return [walk(each) for each in part]
+            case _:
+                return part
+
+    return {scrubbed(name): walk(each) for name, each in document.items()}
 
 
 def clean(text: str, *, most: int = LONGEST_TEXT) -> str:

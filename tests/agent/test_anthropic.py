@@ -512,6 +512,29 @@ def test_what_the_list_says_about_the_model_is_heeded(
     assert "tools" in wire.posts[0].body
 
 
+@pytest.mark.parametrize("retires", [KEY, f"{'x' * 500}", ["\ud800", "\x1b[2J"], {"at": KEY}])
+def test_what_the_list_says_is_no_more_trusted_than_an_answer(
+    check: Callable[[Wire], None], desk: BookedDesk, retires: Any
+) -> None:
+    """It stands in an event: short, without keys and with nothing that moves a terminal's cursor."""
+    with Wire(models=Say(body=model_info(MODEL, lifecycle="deprecated") | {"retires_at": retires})) as wire:
+        check(wire)
+    [(_, text)] = desk.events
+    assert KEY not in text
+    assert "\x1b" not in text
+    assert text.encode()
+    assert len(text) < 160
+
+
+def test_a_question_that_quotes_a_key_is_kept_without_it(ask: Ask, desk: BookedDesk) -> None:
+    """As a repair does that quotes what a server echoed, its slashes escaped."""
+    spelled = KEY.replace("_", "\\u005f")
+    with Wire(Say(body=message("{}"))) as wire:
+        ask(wire, question=dataclasses.replace(QUESTION, text=f"You said {spelled}"))
+    assert "secret" not in desk.kept[1, "question.md"]
+    assert "You said [key]" in desk.kept[1, "question.md"]
+
+
 @pytest.mark.parametrize("key", [None, ""])
 def test_a_missing_key_is_told(provider: AnthropicProvider, monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
     """Before any training, with its name."""

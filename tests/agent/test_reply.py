@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agent.calling import unbounded
 from agent.reply import LONGEST_PROSE, LONGEST_REPLY, MOST_INSIGHTS, BadReply, Reply, read, schema
+from agent.troubles import scrub
 from harness.config import Knob
 from harness.records import History
 
@@ -128,6 +129,45 @@ def test_the_schema_survives_the_sdks_transformation() -> None:
     assert [each["required"] for each in objects(sent)] == [each["required"] for each in objects(made)]
 
 
+# --- keys ----------------------------------------------------------------------------------------------------------
+
+A_KEY = 'zq9-Canary_KEY77+x/Lm"=='
+
+
+def codes(text: str) -> str:
+    return "".join(f"\\u{ord(character):04X}" for character in text)
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [A_KEY.replace('"', '\\"'), A_KEY.replace("/", "\\/").replace('"', '\\"'), codes(A_KEY), "zq" + codes(A_KEY[2:])],
+)
+def test_no_text_of_a_reply_holds_a_key(monkeypatch: pytest.MonkeyPatch, spelled: str) -> None:
+    """However a server that echoes it spells it in JSON: neither once read, nor as it is kept and quoted."""
+    monkeypatch.setenv("GATEWAY_API_KEY", A_KEY)
+    text = reply(
+        offer(("model.depth", 2), rationale="see KEY", watch="KEY"),
+        offer(("KEY", "KEY"), rationale="why", watch="what"),
+        offer(("model.depth", 2), rationale="why", watch="what", parent="KEY"),
+        insights=["the KEY is KEY"],
+    ).replace("KEY", spelled)
+    made = taken(text)
+    assert len(made.proposals) == 2
+    assert len(made.faults) == 1
+    assert made.insights == ("the [key] is [key]",)
+    for shown in (repr(made), scrub(text), scrub(json.dumps(text))):
+        assert "Canary" not in shown
+        assert spelled not in shown
+        assert "[key]" in shown
+    assert json.loads(scrub(text))["insights"] == ["the [key] is [key]"]
+
+
+def test_what_is_taken_out_leaves_json_behind() -> None:
+    """A quote that went with a password would lose the reply."""
+    text = json.dumps({"a": "https://host", "b": "c@d", "e": 'Bearer abc"'}, separators=(",", ":"))
+    assert json.loads(scrub(text)) == {"a": "https://host", "b": "c@d", "e": '[key]"'}
+
+
 # --- how long it takes ---------------------------------------------------------------------------------------------
 
 LONG = LONGEST_REPLY - 2_000
@@ -148,6 +188,7 @@ HARD = {
     "a fraction": reply(GOOD).replace("0.001", "0." + "1" * LONG),
     "changes": reply(offer(*[("model.depth", 2)] * (LONG // 60))),
     "insights": reply(GOOD, insights=["ab"] * (LONG // 7)),
+    "backslashes": reply(GOOD, insights=["\\" * (LONG // 2 - 500)]),
 }
 
 
