@@ -23,6 +23,7 @@ from agent.calling import (
     items,
     most_tokens,
     parse,
+    refuse_address,
     system_of,
     tell,
     timeout,
@@ -116,6 +117,7 @@ class AnthropicProvider:
         key = os.environ.get(KEY)
         if key is not None and (key != key.strip() or not key.isascii() or not key.isprintable()):
             raise WrongUse(f"{KEY} holds a blank, a line break or a character that no key has: set it anew")
+        refuse_address(ADDRESS)
         try:
             client = anthropic.Anthropic(
                 # None: the SDK looks for itself; a variable that is set to nothing would be an address of nothing

@@ -8,10 +8,12 @@ shutting its sockets.
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from enum import StrEnum
@@ -188,6 +190,18 @@ def _shut(opened: socket.socket) -> None:
         socket.socket.shutdown(opened, socket.SHUT_RDWR)
     except OSError:
         return  # closed already, or never connected
+
+
+def refuse_address(name: str) -> None:
+    """Raise `WrongUse` for an address in the environment that no request can be sent to."""
+    address = os.environ.get(name, "").strip()
+    try:
+        parts = urllib.parse.urlsplit(address)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        is_whole = False
+    if address and not is_whole:
+        raise WrongUse(f"{name} is no address: {clean(address)!r}. Write it as http://HOST:PORT or https://HOST")
 
 
 def timeout(deadline_seconds: float) -> httpx2.Timeout:

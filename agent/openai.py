@@ -29,6 +29,7 @@ from agent.calling import (
     disconnected,
     items,
     most_tokens,
+    refuse_address,
     system_of,
     tell,
     timeout,
@@ -180,6 +181,7 @@ class OpenAIProvider:
             raise WrongUse(f"no key for {self.model!r}: set {KEY}, or {ADDRESS} for a server of your own")
         if key != key.strip() or not key.isascii() or not key.isprintable():
             raise WrongUse(f"{KEY} holds a blank, a line break or a character that no key has: set it anew")
+        refuse_address(ADDRESS)
         try:
             return openai.OpenAI(
                 api_key=key,
@@ -247,7 +249,10 @@ def _address() -> str | None:
 
 
 def _is_own(address: str | None) -> bool:
-    host = urllib.parse.urlsplit(address or OPENAI).hostname or ""
+    try:
+        host = urllib.parse.urlsplit(address or OPENAI).hostname or ""
+    except ValueError:  # no address at all, which the check says
+        return True
     return host != "openai.com" and not host.endswith(".openai.com")
 
 

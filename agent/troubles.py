@@ -36,6 +36,7 @@ _TOO_LONG = re.compile(
     r"prompt is too long|context[_ ](?:length|window|size)|maximum context|exceeds? the (?:available )?context"
     r"|request_too_large"
 )
+_FILTER = "blocked by content filtering"  # a plain invalid_request_error otherwise
 _NO_MODEL = re.compile(r"model_not_found|model_not_available|does not exist or you do not have access")
 
 
@@ -134,8 +135,11 @@ def describe(status: int, headers: Mapping[str, str], body: object) -> str:
     if 300 <= status < 400:
         return clean(f"HTTP {status}: a redirect to {_host(headers.get('location', ''))}, which is not followed")
     kind, code, message = said(body)
+    who = "something between here and the provider answered: " if classify(status, body) is Trouble.UNREACHABLE else ""
     detail = ", ".join(part for part in (kind, code) if part)
-    return clean(f"HTTP {status}{f' ({detail})' if detail else ''}: {' '.join(message.split()) or 'no reason given'}")
+    return clean(
+        f"{who}HTTP {status}{f' ({detail})' if detail else ''}: {' '.join(message.split()) or 'no reason given'}"
+    )
 
 
 def _host(address: str) -> str:
@@ -181,6 +185,8 @@ def classify(status: int, body: object) -> Trouble:
         return Trouble.SPENDING_LIMIT
     if status == 413 or (status in (400, 422, 500) and _TOO_LONG.search(words)):
         return Trouble.TOO_LONG
+    if status == 407 or (status in (403, 404, 405) and not isinstance(body, Mapping)):
+        return Trouble.UNREACHABLE  # a proxy, a sign-in page, a web server before the model's: gone in an hour, perhaps
     if status == 404 or (400 <= status < 500 and _NO_MODEL.search(words)):
         return Trouble.NO_SUCH_MODEL
     if status == 429:
@@ -190,7 +196,7 @@ def classify(status: int, body: object) -> Trouble:
     if status in (401, 403) or code == "organization_on_hold":
         return Trouble.NOT_ALLOWED
     if status in (400, 422):
-        if code in ("content_filter", "content_policy_violation"):
+        if code in ("content_filter", "content_policy_violation") or _FILTER in words:
             return Trouble.FILTERED
         return Trouble.REFUSED if code == "invalid_prompt" else Trouble.BAD_REQUEST
     return Trouble.BAD_REQUEST if status >= 400 else Trouble.GARBAGE

@@ -196,6 +196,12 @@ STATUSES = [
     (408, "", Trouble.OVERLOADED),
     (413, failure("request_too_large", "too big"), Trouble.TOO_LONG),
     (400, failure(KIND, "prompt is too long: 250000 tokens > 200000 maximum"), Trouble.TOO_LONG),
+    (400, failure(KIND, "Output blocked by content filtering policy"), Trouble.FILTERED),
+    (403, "<html>Sign in to the network</html>", Trouble.UNREACHABLE),
+    (404, "<html>nginx</html>", Trouble.UNREACHABLE),
+    (405, "", Trouble.UNREACHABLE),
+    (407, "<html>Proxy Authentication Required</html>", Trouble.UNREACHABLE),
+    (407, {"error": "who are you?"}, Trouble.UNREACHABLE),
     (400, "null", Trouble.BAD_REQUEST),
     (422, "[]", Trouble.BAD_REQUEST),
 ]
@@ -590,7 +596,27 @@ def test_an_address_with_the_version_in_it_is_told(
         provider.check(BookedDesk())
 
 
-@pytest.mark.parametrize("models", [Say(status=529), Say(status=429), Say(body=b"<html>"), Say(body=b"{}")])
+@pytest.mark.parametrize(
+    "address", ["localhost:9101", "localhost:9101/v1", "//host", "http://", "http://a:b", "http://["]
+)
+def test_what_is_no_address_is_told(provider: AnthropicProvider, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """The scheme is easily left out, and what it says then is no outage."""
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", address)
+    with pytest.raises(WrongUse, match="ANTHROPIC_BASE_URL"):
+        provider.check(BookedDesk())
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        Say(status=529),
+        Say(status=429),
+        Say(body=b"<html>"),
+        Say(body=b"{}"),
+        Say(status=403, body="<html>Sign in</html>"),
+        Say(status=407, body="<html>"),
+    ],
+)
 def test_a_provider_in_trouble_is_no_reason_not_to_start(check: Callable[[Wire], None], models: Say) -> None:
     """`AskFailed`, not `WrongUse`: it is tried again later."""
     with Wire(models=models) as wire, pytest.raises(AskFailed) as caught:
