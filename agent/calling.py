@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx2
 
-from agent.asking import Answer, AskFailed, Question, Trouble
+from agent.asking import ENDED_IN_FLIGHT, Answer, AskFailed, Question, Trouble
 from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub, written
 from harness.errors import WrongUse
 from harness.terms import CallBegun, CallEnded, Desk, Usage
@@ -38,8 +38,9 @@ LONGEST_KEPT = 200_000
 """Characters of a reply that are kept for the reader."""
 OVERHEAD_TOKENS = 1_024
 """What a provider adds to a prompt for roles, tools and structured output, generously."""
-UNBILLED = frozenset(range(300, 500)) | {503, 529}
-"""Statuses with which a provider turns a request away before a model has seen it."""
+MAYBE_BILLED = frozenset({504, 524})
+"""Of the statuses that are none of success, those of a gateway that gave up waiting: the model behind it may have gone
+on. Providers bill completions, not errors, so that every other one counts as nothing used."""
 CLUMSY = frozenset({500, 501})
 """Statuses with which a server, llama-cpp-python's among them, also says that it does not take a field."""
 
@@ -123,6 +124,8 @@ class Line:
         self._sockets: list[socket.socket] = []
         self._is_cut = False
         self._over = threading.Event()
+        self.is_given_up = False
+        """Whether nobody waits for the answer any more, so that whatever ends the call is no trouble."""
         self.is_sent = False
         """Whether anything of the request has left that could be billed."""
 
@@ -148,10 +151,15 @@ class Line:
         self._over.wait(deadline_seconds)
         if outcome.done():
             return outcome.result()
-        if self._is_cut:
-            raise AskFailed(Trouble.UNREACHABLE, "the call was given up")
+        if self.is_given_up:
+            raise AskFailed(Trouble.RUN_ENDED, ENDED_IN_FLIGHT)
         self.cut()
         raise AskFailed(Trouble.TIMED_OUT, f"no whole answer within {deadline_seconds:g} s")
+
+    def give_up(self) -> None:
+        """Cut the call because the run ends."""
+        self.is_given_up = True
+        self.cut()
 
     def cut(self) -> None:
         """Shut what is open and whatever may still be opened; whoever waits goes on at once."""
@@ -223,6 +231,9 @@ def disconnected(cause: BaseException | None) -> AskFailed:
             return AskFailed(Trouble.UNREACHABLE, f"no connection, or it broke: {said}")
 
 
+_BROKEN_OFF = re.compile(r"\s*\{\s*\"")
+
+
 class TurnedAway(AskFailed):
     """An answer with an HTTP status that is none of success."""
 
@@ -230,7 +241,7 @@ class TurnedAway(AskFailed):
         trouble = classify(status, body)
         super().__init__(trouble, describe(status, headers, body), retry_after_seconds=retry_after_seconds(headers))
         self.status = status
-        self.is_unbilled = status in UNBILLED
+        self.is_unbilled = status not in MAYBE_BILLED
         is_unmet = trouble is Trouble.BAD_REQUEST or (trouble is Trouble.OVERLOADED and status in CLUMSY)
         self.is_about_form = is_unmet and _FORM.search(body if isinstance(body, str) else written(body)) is not None
         """Whether it is the form that the provider does not take: a looser one may do."""
@@ -246,7 +257,13 @@ _FORM = re.compile(
 
 
 class Booking:
-    """A call's row at the desk: opened before anything is sent, closed once whatever happens in between."""
+    """A call's row at the desk: opened before anything is sent, closed once whatever happens in between.
+
+    A call that failed without telling its usage counts at its worst case only if it may have been billed: a connection
+    that broke or a deadline that passed after sending, an answer that breaks off. Providers bill completions, so that
+    a status of error, a page of HTML, an empty object or an error with a status of success is booked as never sent:
+    else an hour of a gateway's trouble would use up the owner's cap.
+    """
 
     def __init__(self, desk: Desk, begun: CallBegun, line: Line) -> None:
         self._desk = desk
@@ -254,6 +271,8 @@ class Booking:
         self._line = line
         self.usage: Usage | None = None
         """To be set as soon as it is known, before anything is made of the content."""
+        self.is_completion = True
+        """Whether what came can be what a provider bills; True while nothing has come, as at a time-out."""
         self.cost_usd: float | None = None
         self.latency_seconds = 0.0
 
@@ -264,15 +283,24 @@ class Booking:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.latency_seconds = time.monotonic() - self._started
-        trouble = error.trouble if isinstance(error, AskFailed) else None if error is None else type(error).__name__
+        trouble, text = self._told(error)
+        is_turned_away = isinstance(error, TurnedAway) and error.is_unbilled
         ended = CallEnded(
             usage=self.usage,
             latency_seconds=self.latency_seconds,
             trouble=trouble,
-            text=None if error is None else clean(str(error)),
-            sent=self._line.is_sent and not (isinstance(error, TurnedAway) and error.is_unbilled),
+            text=text,
+            sent=self._line.is_sent and self.is_completion and not is_turned_away,
         )
         self.cost_usd = self._desk.end_call(self.call, ended)
+
+    def _told(self, error: BaseException | None) -> tuple[str | None, str | None]:
+        """Return trouble and text of the row; one's own ending looks like a broken connection from within."""
+        if error is None:
+            return None, None
+        if self._line.is_given_up or not isinstance(error, Exception):  # closed, or interrupted while it waited
+            return Trouble.RUN_ENDED, ENDED_IN_FLIGHT
+        return error.trouble if isinstance(error, AskFailed) else type(error).__name__, clean(str(error))
 
 
 class Caller:
@@ -308,11 +336,16 @@ class Caller:
             desk.keep(booking.call, "question.md", scrub(f"{question.system}\n\n---\n\n{question.text}\n"))
             body = line.run(lambda: send(line), deadline_seconds)
             text = body.decode("utf-8", "replace")
+            booking.is_completion = _BROKEN_OFF.match(text) is not None  # which may be one that breaks off
             try:
                 document = parse(text)
+                booking.is_completion = holds_content(document)
                 booking.usage = usage_of(document)
                 refuse_error(document)
-                text = scrub(text_of(document))
+                content = text_of(document)
+                if len(content) > LONGEST_KEPT:
+                    raise AskFailed(Trouble.GARBAGE, f"the answer is longer than {LONGEST_KEPT:,} characters")
+                text = scrub(content)
             finally:
                 desk.keep(booking.call, "answer.txt", clean(text, most=LONGEST_KEPT))
             if not text.strip():
@@ -331,12 +364,12 @@ class Caller:
             self._is_closed = True
             line = self._line
         if line is not None:
-            line.cut()
+            line.give_up()
 
     def _open(self) -> Line:
         with self._lock:
             if self._is_closed:
-                raise AskFailed(Trouble.UNREACHABLE, "the provider was closed")
+                raise AskFailed(Trouble.RUN_ENDED, "the provider was closed")
             self._line = Line()
             return self._line
 
@@ -354,6 +387,11 @@ def parse(text: str) -> Mapping[str, Any]:
     if not isinstance(document, dict) or not document:
         raise AskFailed(Trouble.GARBAGE, "the answer is no JSON object, or an empty one")
     return document
+
+
+def holds_content(document: Mapping[str, Any]) -> bool:
+    """Tell whether a provider could bill this: it counts tokens or, in any protocol, holds what a model wrote."""
+    return bool(document.get("usage")) or any(items(document.get(name)) for name in ("content", "choices", "output"))
 
 
 def refuse_error(document: Mapping[str, Any]) -> None:

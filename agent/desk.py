@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from agent.asking import AskFailed, Trouble
+from agent.asking import ENDED_IN_FLIGHT, AskFailed, Trouble
 from harness.terms import CallBegun, CallEnded, Desk
 
 
@@ -35,7 +35,7 @@ class LeavableDesk:
         """Return the number of a call that may be sent now; `AskFailed` once the desk is left."""
         with self._lock:
             if self._is_left:
-                raise AskFailed(Trouble.UNREACHABLE, "the run has ended, and nothing is asked any more")
+                raise AskFailed(Trouble.RUN_ENDED, "the run has ended, and nothing is asked any more")
             number = self._desk.begin_call(call)
             self._begun[number] = self._clock()
             return number
@@ -74,8 +74,8 @@ class LeavableDesk:
                 ended = CallEnded(
                     usage=None,
                     latency_seconds=max(0.0, self._clock() - begun),
-                    trouble="run_ended",
-                    text="the run ended while the call was in flight; what it used is not known",
+                    trouble=Trouble.RUN_ENDED,
+                    text=ENDED_IN_FLIGHT,
                 )
                 self._desk.end_call(call, ended)
             self._begun.clear()

@@ -17,6 +17,8 @@ from harness.records import without_control
 
 LONGEST_TEXT = 300
 """Characters of an error that are shown."""
+LONGEST_SECRET = 4_096
+"""Characters, with all that JSON makes of them; no key of a provider or gateway has a third of it."""
 LONGEST_RETRY_AFTER_SECONDS = 7 * 86_400.0
 """Of what a provider asks for: longer than any run, and short enough for every clock and calendar."""
 SHORTEST_SECRET = 8
@@ -126,8 +128,11 @@ def clean(text: str, *, most: int = LONGEST_TEXT) -> str:
     Scrubbed before it is cut: the other way round, half a key would be left. Halves of surrogate pairs, which JSON can
     spell and UTF-8 cannot, and control characters other than tab and line break become replacement characters.
     """
-    text = without_control(scrub(text))
-    return text if len(text) <= most else text[: most - 1] + "…"
+    is_long = len(text) > most + LONGEST_SECRET
+    text = without_control(scrub(text[: most + LONGEST_SECRET].replace("\r\n", "\n")))
+    if is_long:  # megabytes are not looked through for a line, and what was cut in the middle of a key is dropped
+        text = text[:-LONGEST_SECRET]
+    return text if len(text) <= most and not is_long else text[: most - 1] + "…"
 
 
 def describe(status: int, headers: Mapping[str, str], body: object) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agent.anthropic import AnthropicProvider
-from agent.asking import Answer, AskFailed, Question, Trouble
+from agent.asking import ENDED_IN_FLIGHT, Answer, AskFailed, Question, Trouble
 from agent.calling import Line
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Usage
@@ -193,6 +193,7 @@ STATUSES = [
     (500, failure("api_error", "oops"), Trouble.OVERLOADED),
     (502, "<html>Bad gateway</html>", Trouble.OVERLOADED),
     (503, "", Trouble.OVERLOADED),
+    (504, "<html>Gateway timeout</html>", Trouble.OVERLOADED),
     (408, "", Trouble.OVERLOADED),
     (413, failure("request_too_large", "too big"), Trouble.TOO_LONG),
     (400, failure(KIND, "prompt is too long: 250000 tokens > 200000 maximum"), Trouble.TOO_LONG),
@@ -215,7 +216,7 @@ def test_statuses(fails: Callable[..., AskFailed], desk: BookedDesk, status: int
     assert str(status) in str(failed)
     assert (desk.last.trouble, desk.last.text) == (trouble, str(failed))
     assert len(desk.begun) == 1
-    assert desk.last.sent is (status in (500, 502)), "only these can have cost anything"
+    assert desk.last.sent is (status == 504), "only behind a gateway that gave up may a model have gone on"
 
 
 @pytest.mark.parametrize(
@@ -295,9 +296,42 @@ def test_answers_that_are_none(
     failed = fails(Say(body=body))
     assert failed.trouble is trouble
     assert said in str(failed)
-    assert desk.last.sent
     assert desk.last.trouble == trouble
     assert (desk.last.usage is not None) == (isinstance(body, dict) and "usage" in body)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_billed"),
+    [
+        (b"", False),
+        (b"<html>Sign in</html>", False),
+        (b"{}", False),
+        (b"[]", False),
+        (failure("overloaded_error", "busy"), False),
+        (message(None, usage=None), False),
+        (b' { "id": "msg_1", "content": [{"ty', True),
+        (message("  ", usage=None), True),
+        (message("", stop_reason="refusal", usage=None), True),
+        (message(None), True),
+    ],
+)
+def test_only_what_can_be_a_completion_counts_against_the_caps(
+    fails: Callable[..., AskFailed], desk: BookedDesk, body: Any, is_billed: bool
+) -> None:
+    """Providers bill completions, not errors; one that breaks off may have been billed in full."""
+    fails(Say(body=body))
+    assert desk.last.sent is is_billed
+
+
+def test_an_answer_that_nobody_could_read_is_not_looked_through(
+    fails: Callable[..., AskFailed], desk: BookedDesk
+) -> None:
+    """Its start is kept, without the key that the cut would have gone through."""
+    failed = fails(Say(body=message("x" * 199_990 + KEY * 10_000)))
+    assert failed.trouble is Trouble.GARBAGE
+    assert "longer than" in str(failed)
+    assert len(desk.kept[1, "answer.txt"]) <= 200_000
+    assert KEY[:12] not in desk.kept[1, "answer.txt"]
 
 
 def test_a_refusal_names_its_category(fails: Callable[..., AskFailed], desk: BookedDesk) -> None:
@@ -409,10 +443,28 @@ def test_closing_ends_a_running_call(
         until(lambda: len(wire.posts) == 1)
         provider.close()
         asking.join(A_HANG_SECONDS)
-        assert troubles == [Trouble.UNREACHABLE]
-        assert desk.last.trouble == Trouble.UNREACHABLE
+        assert len(troubles) == 1
+        assert desk.last.trouble == Trouble.RUN_ENDED
+        assert desk.last.text == ENDED_IN_FLIGHT
+        assert desk.last.sent
         with pytest.raises(AskFailed, match="closed"):
             provider.ask(QUESTION, desk, deadline_seconds=600)
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupted_call_is_booked_as_the_runs_end(
+    ask: Ask, desk: BookedDesk, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """At the check a call is waited for by the thread that takes Ctrl-C; it goes on, and the row says why it ended."""
+
+    def interrupted(*_: object) -> Any:
+        raise end
+
+    monkeypatch.setattr(Line, "run", interrupted)
+    with Wire(Say()) as wire, pytest.raises(type(end)):
+        ask(wire)
+    assert desk.last.trouble == Trouble.RUN_ENDED
+    assert desk.last.text == ENDED_IN_FLIGHT
 
 
 def until(holds: Callable[[], bool]) -> None:
