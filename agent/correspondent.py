@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,10 +28,11 @@ from agent.desk import LeavableDesk
 from agent.evidence import plateaued
 from agent.instructions import SYSTEM
 from agent.patience import Notice, Patience
+from agent.record import TURNED_AWAY
 from agent.reply import BadReply, Reply, read, schema
 from agent.troubles import clean
 from harness.errors import OvernightError, SpendingCapReached
-from harness.records import History, Proposal
+from harness.records import History, Proposal, ProposalState
 from harness.terms import Desk
 
 AT_ONCE = 3
@@ -99,6 +101,8 @@ class Correspondent:
         self._deadline_seconds = DEADLINE_SECONDS
         self._faults: tuple[str, ...] = ()
         """What could not be taken of the last answer."""
+        self._noted: set[str] = set()
+        """What the model wrote to itself in this run; said again, it is no news."""
         self._call: Future[tuple[Proposal, ...]] | None = None
         self._is_closed = False
 
@@ -125,7 +129,8 @@ class Correspondent:
             call, self._call = self._call, None
             if proposals := call.result():
                 return proposals
-        if not self._is_closed and self._patience.allows(self._clock()):
+        fruitless = _fruitless(history, self.source)
+        if not self._is_closed and self._patience.allows(self._clock(), fruitless):
             self._call = Future()
             ask = partial(self._shielded, partial(self._ask, history), history.seed)
             self._start(partial(_fulfil, self._call, ask))
@@ -171,7 +176,9 @@ class Correspondent:
         if reply.faults:
             self._desk.keep(answer.call, "faults.txt", "\n".join(reply.faults) + "\n")
         for insight in reply.insights:
-            self._desk.insight(insight)
+            if insight not in self._noted and insight not in history.insights:
+                self._noted.add(insight)
+                self._desk.insight(insight)
         return _shared(reply.proposals, answer)
 
     def _converse(self, history: History) -> tuple[Answer, Reply]:
@@ -252,6 +259,15 @@ def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal
         call.set_result(job())
     except BaseException as error:  # noqa: BLE001 - a thread has nobody to tell; `offer` raises it
         call.set_exception(error)
+
+
+def _fruitless(history: History, source: str) -> int:
+    """Return how many of the newest calls to a model in a row brought nothing but proposals that were turned away."""
+    calls: dict[int, list[ProposalState]] = {}
+    for past in reversed(history.past):
+        if past.proposal.source == source and past.proposal.call is not None and past.state is not ProposalState.QUEUED:
+            calls.setdefault(past.proposal.call, []).append(past.state)
+    return sum(1 for _ in takewhile(lambda states: all(state in TURNED_AWAY for state in states), calls.values()))
 
 
 def _fault_of_ours(error: Exception) -> str:

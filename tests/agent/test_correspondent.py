@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -129,6 +131,60 @@ def test_insights_are_written_down(setting: Any) -> None:
     here.step()
     here.step()
     assert here.book.insights == ["the rate matters most"]
+
+
+def test_insights_that_are_known_are_not_written_again(setting: Any) -> None:
+    """Small models note the same each time; neither this run's nor an earlier one's are doubled."""
+    here = setting(*[reply(*RATES, insights=["old", "new", "new"])] * 2)
+    here.history = dataclasses.replace(here.history, insights=("old",))
+    for _ in range(4):
+        here.step()
+    assert len(here.actor.questions) == 2
+    assert here.book.insights == ["new"]
+
+
+# --- answers that come to nothing ----------------------------------------------------------------------------------
+
+
+def judged(make_night: Any, call: int, *diffs: dict[str, Any], night: Any = None) -> Any:
+    """Return a night after the proposals of a call; what is out of bounds is refused."""
+    night = night or make_night()
+    for diff in diffs:
+        night.run(Proposal(diff=diff, source="anthropic", rationale="", watch="", call=call))
+    return night
+
+
+BAD, FINE = {"optim.learning_rate": 9e9}, {"optim.learning_rate": 2e-3}
+
+
+def test_a_model_that_only_repeats_itself_is_asked_ever_more_seldom(make_night: Any) -> None:
+    """Its answers parse, so they are no failures; but each is billed, and a trial that is not run takes no time."""
+    here = Setting(make_night().history(), [reply(*RATES)] * 100)
+    night, asked = make_night(), []
+    for call in range(1, 7):
+        while len(here.actor.questions) < call:
+            here.step(1.0)
+        asked.append(here.clock.now)
+        here.step()
+        judged(make_night, call, BAD, BAD, night=night)
+        here.history = night.history()
+    pauses = [later - sooner for sooner, later in itertools.pairwise(asked)]
+    assert pauses == pytest.approx([FIRST_PAUSE_SECONDS * 2**count for count in range(5)], abs=2.0)
+    judged(make_night, 7, BAD, FINE, BAD, night=night)
+    here.history = night.history()
+    here.step()
+    assert len(here.actor.questions) == 7, "one trial is enough to be asked at once again"
+
+
+@pytest.mark.parametrize(("diffs", "is_asked"), [([BAD, BAD], False), ([FINE, BAD], True), ([], True)])
+def test_one_trial_of_an_answer_is_enough(make_night: Any, diffs: list[dict[str, Any]], is_asked: bool) -> None:
+    """Only an answer of which nothing was tried costs a pause; one that nobody has looked at yet does not."""
+    here = Setting(make_night().history(), [reply(*RATES)] * 3)
+    here.step()
+    here.step()
+    here.history = judged(make_night, 1, *diffs).history()
+    here.step(1.0)
+    assert (len(here.actor.questions) == 2) is is_asked
 
 
 # --- replies that cannot be read ---------------------------------------------------------------------------------
