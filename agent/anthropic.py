@@ -15,20 +15,17 @@ from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.calling import (
     OVERHEAD_TOKENS,
     Caller,
-    Line,
     Tier,
     TurnedAway,
     counted,
-    disconnected,
     items,
     most_tokens,
     parse,
-    refuse_address,
     system_of,
     tell,
-    timeout,
     unbounded,
 )
+from agent.line import Line, disconnected, refuse_address, timeout
 from agent.troubles import clean
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Desk, Usage

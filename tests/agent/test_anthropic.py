@@ -15,7 +15,7 @@ import pytest
 
 from agent.anthropic import AnthropicProvider
 from agent.asking import ENDED_IN_FLIGHT, Answer, AskFailed, Question, Trouble
-from agent.calling import Line
+from agent.line import Line
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Usage
 from tests.agent.wire import KEY, BookedDesk, Say, Wire, closed_port, failure, message, model_info
