@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 
 from agent.asking import ENDED_IN_FLIGHT, AskFailed, Trouble
+from agent.troubles import clean
 from harness.terms import CallBegun, CallEnded, Desk
+
+LONGEST_EVENT = 1_000
+"""Characters; what a provider says in one is cut much sooner."""
 
 
 class LeavableDesk:
@@ -55,10 +59,10 @@ class LeavableDesk:
                 self._desk.keep(call, name, text)
 
     def event(self, kind: str, text: str) -> None:
-        """Write down an outage, a refusal or a recovery."""
+        """Write down an outage, a refusal or a recovery, in words that hold no key and no half of a character."""
         with self._lock:
             if not self._is_left:
-                self._desk.event(kind, text)
+                self._desk.event(kind, clean(text, most=LONGEST_EVENT))
 
     def insight(self, text: str) -> None:
         """Write down what the model wants to remember."""

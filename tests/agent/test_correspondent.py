@@ -405,6 +405,17 @@ def test_a_fault_of_ours_at_the_check_is_no_reason_not_to_start() -> None:
     assert book.kinds == ["model_off"]
 
 
+def test_no_event_holds_what_a_ledger_does_not_take(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever raised it with whatever words."""
+    monkeypatch.setenv("GATEWAY_TOKEN", "open-sesame-77")
+    here = setting(AskFailed(Trouble.OVERLOADED, "open-sesame-77 \ud800 \x1b[2J"))
+    here.step()
+    [(_, text)] = here.book.events
+    assert text.encode().decode() == text
+    assert "sesame" not in text
+    assert "\x1b" not in text
+
+
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
