@@ -15,19 +15,17 @@ from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.calling import (
     OVERHEAD_TOKENS,
     Caller,
-    Line,
     Tier,
     TurnedAway,
     counted,
-    disconnected,
     items,
     most_tokens,
     parse,
     system_of,
     tell,
-    timeout,
     unbounded,
 )
+from agent.line import Line, disconnected, refuse_address, timeout
 from agent.troubles import clean
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Desk, Usage
@@ -37,6 +35,8 @@ ADDRESS = "ANTHROPIC_BASE_URL"
 ANTHROPIC = "https://api.anthropic.com"
 CHECK_SECONDS = 30.0
 """For one look at the start; a night must not begin late because a provider hangs."""
+LONGEST_DATE = 100
+"""Characters that are shown of what should be one."""
 CACHE_TTL = "1h"
 """How long the provider keeps the system prompt: trials outlive the other choice, five minutes."""
 
@@ -84,9 +84,8 @@ class AnthropicProvider:
         if known.get("lifecycle") == "retired":
             raise WrongUse(f"the language model {self.model!r} is retired. Name another one with --llm")
         if known.get("lifecycle") == "deprecated":
-            desk.event(
-                "model_deprecated", f"{self.model} is deprecated and retires {known.get('retires_at') or 'soon'}"
-            )
+            retires = clean(str(known.get("retires_at") or "soon"), most=LONGEST_DATE)
+            desk.event("model_deprecated", f"{self.model} is deprecated and retires {retires}")
         capabilities = known.get("capabilities")
         structured = capabilities.get("structured_outputs") if isinstance(capabilities, Mapping) else None
         if isinstance(structured, Mapping) and structured.get("supported") is False:
@@ -115,6 +114,7 @@ class AnthropicProvider:
         key = os.environ.get(KEY)
         if key is not None and (key != key.strip() or not key.isascii() or not key.isprintable()):
             raise WrongUse(f"{KEY} holds a blank, a line break or a character that no key has: set it anew")
+        refuse_address(ADDRESS)
         try:
             client = anthropic.Anthropic(
                 # None: the SDK looks for itself; a variable that is set to nothing would be an address of nothing

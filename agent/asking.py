@@ -67,6 +67,11 @@ class Trouble(StrEnum):
     """The provider does not take the request as it is; asking again would not help."""
     TOO_LONG = "too_long"
     """The briefing does not fit the model's context."""
+    RUN_ENDED = "run_ended"
+    """Nobody's failure: the call was in flight when the run ended."""
+
+
+ENDED_IN_FLIGHT = "the run ended while the call was in flight; what it used is not known"
 
 
 PERMANENT = frozenset(

@@ -1,43 +1,30 @@
-"""One call to a provider: a deadline that holds, a row that is always closed, and errors that hold no key.
-
-What both SDKs share. Their time-outs are per read, so that a server that drips a byte per second holds a call for
-ever, and nothing interrupts the look-up of a name: a call therefore runs in a thread of its own, and is cut off by
-shutting its sockets.
-"""
+"""One call to a provider: a row that is always closed, and errors that hold no key. What both SDKs share."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
 
-import httpx2
-
-from agent.asking import Answer, AskFailed, Question, Trouble
-from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub
+from agent.asking import ENDED_IN_FLIGHT, Answer, AskFailed, Question, Trouble
+from agent.line import Line
+from agent.troubles import classify, clean, describe, disguised, retry_after_seconds, scrub, written
 from harness.errors import WrongUse
 from harness.terms import CallBegun, CallEnded, Desk, Usage
 
 Result = TypeVar("Result")
 
-CONNECT_SECONDS = 10.0
-"""For TCP and TLS together; a host that takes longer is not there."""
-LONGEST_BODY_BYTES = 4 * 2**20
-"""Of an answer as it is sent; a hundred times what the most output tokens can need."""
-LONGEST_PACKED_BYTES = 64 * 2**10
-"""Of a compressed answer: gzip can blow up a thousandfold."""
 LONGEST_KEPT = 200_000
 """Characters of a reply that are kept for the reader."""
 OVERHEAD_TOKENS = 1_024
 """What a provider adds to a prompt for roles, tools and structured output, generously."""
-UNBILLED = frozenset(range(300, 500)) | {503, 529}
-"""Statuses with which a provider turns a request away before a model has seen it."""
+MAYBE_BILLED = frozenset({504, 524})
+"""Of the statuses that are none of success, those of a gateway that gave up waiting: the model behind it may have gone
+on. Providers bill completions, not errors, so that every other one counts as nothing used."""
 CLUMSY = frozenset({500, 501})
 """Statuses with which a server, llama-cpp-python's among them, also says that it does not take a field."""
 
@@ -87,125 +74,10 @@ def most_tokens(text: str) -> int:
     return len(text.encode("utf-8", "replace"))
 
 
-# --- the connection ----------------------------------------------------------------------------------------------
+# --- answers that are none ---------------------------------------------------------------------------------------
 
 
-class TooLong(Exception):
-    """A body that goes on beyond any answer."""
-
-
-class _Bounded(httpx2.SyncByteStream):
-    """A response's raw bytes, up to a limit."""
-
-    def __init__(self, stream: httpx2.SyncByteStream, most_bytes: int) -> None:
-        self._stream = stream
-        self._most_bytes = most_bytes
-
-    def __iter__(self) -> Iterator[bytes]:
-        seen_bytes = 0
-        for chunk in self._stream:
-            seen_bytes += len(chunk)
-            if seen_bytes > self._most_bytes:
-                raise TooLong(f"the answer is longer than {self._most_bytes:,} bytes")
-            yield chunk
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-class Line:
-    """The connection of one call, which can be cut from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
-        self._is_cut = False
-        self._over = threading.Event()
-        self.is_sent = False
-        """Whether anything of the request has left that could be billed."""
-
-    @property
-    def hooks(self) -> Mapping[str, list[Callable[..., None]]]:
-        """What the SDK's HTTP client has to call."""
-        return {"request": [self._watch], "response": [self._bound]}
-
-    def run(self, work: Callable[[], Result], deadline_seconds: float) -> Result:
-        """Return what ``work`` returns or raise what it raises, within the deadline; `AskFailed` past it."""
-        if deadline_seconds <= 0:
-            raise AskFailed(Trouble.TIMED_OUT, "no time was left for an answer")
-        outcome: Future[Result] = Future()
-
-        def carry() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:  # noqa: BLE001  # it is raised again in the thread that waits for it
-                outcome.set_exception(error)
-            self._over.set()
-
-        threading.Thread(target=carry, name="call", daemon=True).start()
-        self._over.wait(deadline_seconds)
-        if outcome.done():
-            return outcome.result()
-        if self._is_cut:
-            raise AskFailed(Trouble.UNREACHABLE, "the call was given up")
-        self.cut()
-        raise AskFailed(Trouble.TIMED_OUT, f"no whole answer within {deadline_seconds:g} s")
-
-    def cut(self) -> None:
-        """Shut what is open and whatever may still be opened; whoever waits goes on at once."""
-        with self._lock:
-            self._is_cut = True
-            for each in self._sockets:
-                _shut(each)
-        self._over.set()
-
-    def _watch(self, request: httpx2.Request) -> None:
-        request.extensions["trace"] = self._trace
-
-    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        if event.endswith("send_request_headers.started"):
-            self.is_sent |= info["request"].method != b"CONNECT"  # which only asks a proxy for a tunnel
-        elif event.endswith("connect_tcp.started"):
-            if self._is_cut:
-                raise ConnectionAbortedError("the call was given up")
-        elif event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            opened = info["return_value"].get_extra_info("socket")
-            with self._lock:
-                self._sockets.append(opened)
-                if self._is_cut:
-                    _shut(opened)
-
-    def _bound(self, response: httpx2.Response) -> None:
-        packed = response.headers.get("content-encoding", "identity") != "identity"
-        if isinstance(response.stream, httpx2.SyncByteStream):
-            response.stream = _Bounded(response.stream, LONGEST_PACKED_BYTES if packed else LONGEST_BODY_BYTES)
-
-
-def _shut(opened: socket.socket) -> None:
-    try:
-        # not the TLS socket's own method, which forgets the session under the thread that is reading from it
-        socket.socket.shutdown(opened, socket.SHUT_RDWR)
-    except OSError:
-        return  # closed already, or never connected
-
-
-def timeout(deadline_seconds: float) -> httpx2.Timeout:
-    """Return the SDK's own time-outs, which end what the line's thread still waits for after its deadline."""
-    return httpx2.Timeout(deadline_seconds, connect=min(CONNECT_SECONDS, deadline_seconds))
-
-
-def disconnected(cause: BaseException | None) -> AskFailed:
-    """Return the trouble behind an SDK's connection error, which names its cause only by ``__cause__``."""
-    said = clean(f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__)
-    match cause:
-        case TooLong() | httpx2.DecodingError():
-            return AskFailed(Trouble.GARBAGE, said)
-        case httpx2.ConnectTimeout():
-            return AskFailed(Trouble.UNREACHABLE, f"no connection within {CONNECT_SECONDS:g} s")
-        case httpx2.TimeoutException():
-            return AskFailed(Trouble.TIMED_OUT, said)
-        case _:
-            return AskFailed(Trouble.UNREACHABLE, f"no connection, or it broke: {said}")
+_BROKEN_OFF = re.compile(r"\s*\{\s*\"")
 
 
 class TurnedAway(AskFailed):
@@ -215,9 +87,9 @@ class TurnedAway(AskFailed):
         trouble = classify(status, body)
         super().__init__(trouble, describe(status, headers, body), retry_after_seconds=retry_after_seconds(headers))
         self.status = status
-        self.is_unbilled = status in UNBILLED
+        self.is_unbilled = status not in MAYBE_BILLED
         is_unmet = trouble is Trouble.BAD_REQUEST or (trouble is Trouble.OVERLOADED and status in CLUMSY)
-        self.is_about_form = is_unmet and _FORM.search(str(body)) is not None
+        self.is_about_form = is_unmet and _FORM.search(body if isinstance(body, str) else written(body)) is not None
         """Whether it is the form that the provider does not take: a looser one may do."""
         self.body = body
 
@@ -231,7 +103,13 @@ _FORM = re.compile(
 
 
 class Booking:
-    """A call's row at the desk: opened before anything is sent, closed once whatever happens in between."""
+    """A call's row at the desk: opened before anything is sent, closed once whatever happens in between.
+
+    A call that failed without telling its usage counts at its worst case only if it may have been billed: a connection
+    that broke or a deadline that passed after sending, an answer that breaks off. Providers bill completions, so that
+    a status of error, a page of HTML, an empty object or an error with a status of success is booked as never sent:
+    else an hour of a gateway's trouble would use up the owner's cap.
+    """
 
     def __init__(self, desk: Desk, begun: CallBegun, line: Line) -> None:
         self._desk = desk
@@ -239,6 +117,8 @@ class Booking:
         self._line = line
         self.usage: Usage | None = None
         """To be set as soon as it is known, before anything is made of the content."""
+        self.is_completion = True
+        """Whether what came can be what a provider bills; True while nothing has come, as at a time-out."""
         self.cost_usd: float | None = None
         self.latency_seconds = 0.0
 
@@ -249,15 +129,24 @@ class Booking:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.latency_seconds = time.monotonic() - self._started
-        trouble = error.trouble if isinstance(error, AskFailed) else None if error is None else type(error).__name__
+        trouble, text = self._told(error)
+        is_turned_away = isinstance(error, TurnedAway) and error.is_unbilled
         ended = CallEnded(
             usage=self.usage,
             latency_seconds=self.latency_seconds,
             trouble=trouble,
-            text=None if error is None else clean(str(error)),
-            sent=self._line.is_sent and not (isinstance(error, TurnedAway) and error.is_unbilled),
+            text=text,
+            sent=self._line.is_sent and self.is_completion and not is_turned_away,
         )
         self.cost_usd = self._desk.end_call(self.call, ended)
+
+    def _told(self, error: BaseException | None) -> tuple[str | None, str | None]:
+        """Return trouble and text of the row; one's own ending looks like a broken connection from within."""
+        if error is None:
+            return None, None
+        if self._line.is_given_up or not isinstance(error, Exception):  # closed, or interrupted while it waited
+            return Trouble.RUN_ENDED, ENDED_IN_FLIGHT
+        return error.trouble if isinstance(error, AskFailed) else type(error).__name__, clean(str(error))
 
 
 class Caller:
@@ -290,14 +179,19 @@ class Caller:
         line = self._open()
         begun = CallBegun(provider=self._provider, model=self._model, purpose=question.purpose, most=most)
         with Booking(desk, begun, line) as booking:
-            desk.keep(booking.call, "question.md", f"{question.system}\n\n---\n\n{question.text}\n")
+            desk.keep(booking.call, "question.md", scrub(f"{question.system}\n\n---\n\n{question.text}\n"))
             body = line.run(lambda: send(line), deadline_seconds)
             text = body.decode("utf-8", "replace")
+            booking.is_completion = _BROKEN_OFF.match(text) is not None  # which may be one that breaks off
             try:
                 document = parse(text)
+                booking.is_completion = holds_content(document)
                 booking.usage = usage_of(document)
                 refuse_error(document)
-                text = scrub(text_of(document))
+                content = text_of(document)
+                if len(content) > LONGEST_KEPT:
+                    raise AskFailed(Trouble.GARBAGE, f"the answer is longer than {LONGEST_KEPT:,} characters")
+                text = scrub(content)
             finally:
                 desk.keep(booking.call, "answer.txt", clean(text, most=LONGEST_KEPT))
             if not text.strip():
@@ -316,12 +210,12 @@ class Caller:
             self._is_closed = True
             line = self._line
         if line is not None:
-            line.cut()
+            line.give_up()
 
     def _open(self) -> Line:
         with self._lock:
             if self._is_closed:
-                raise AskFailed(Trouble.UNREACHABLE, "the provider was closed")
+                raise AskFailed(Trouble.RUN_ENDED, "the provider was closed")
             self._line = Line()
             return self._line
 
@@ -339,6 +233,11 @@ def parse(text: str) -> Mapping[str, Any]:
     if not isinstance(document, dict) or not document:
         raise AskFailed(Trouble.GARBAGE, "the answer is no JSON object, or an empty one")
     return document
+
+
+def holds_content(document: Mapping[str, Any]) -> bool:
+    """Tell whether a provider could bill this: it counts tokens or, in any protocol, holds what a model wrote."""
+    return bool(document.get("usage")) or any(items(document.get(name)) for name in ("content", "choices", "output"))
 
 
 def refuse_error(document: Mapping[str, Any]) -> None:

@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 from agent.asking import Answer, AskFailed, Provider, Question, Trouble
@@ -25,9 +28,11 @@ from agent.desk import LeavableDesk
 from agent.evidence import plateaued
 from agent.instructions import SYSTEM
 from agent.patience import Notice, Patience
+from agent.record import TURNED_AWAY
 from agent.reply import BadReply, Reply, read, schema
-from harness.errors import SpendingCapReached
-from harness.records import History, Proposal
+from agent.troubles import clean
+from harness.errors import OvernightError, SpendingCapReached
+from harness.records import History, Proposal, ProposalState
 from harness.terms import Desk
 
 AT_ONCE = 3
@@ -96,6 +101,8 @@ class Correspondent:
         self._deadline_seconds = DEADLINE_SECONDS
         self._faults: tuple[str, ...] = ()
         """What could not be taken of the last answer."""
+        self._noted: set[str] = set()
+        """What the model wrote to itself in this run; said again, it is no news."""
         self._call: Future[tuple[Proposal, ...]] | None = None
         self._is_closed = False
 
@@ -109,17 +116,12 @@ class Correspondent:
 
         A provider that cannot be reached now may be back in an hour: that is a line in the ledger, and the run starts.
         """
-        try:
-            self._provider.check(self._desk)
-        except SpendingCapReached as error:
-            self._say(self._patience.switch_off(str(error)))
-        except AskFailed as error:
-            self._say(self._patience.failed(error, self._clock(), seed=0))  # no study is known yet
+        self._shielded(self._check, seed=0)  # no study is known yet
 
     def offer(self, history: History) -> tuple[Proposal, ...]:
         """Return what has come in since the last time; if nothing has, start a call unless one is in flight.
 
-        An exception that no provider should raise is raised here, from the thread that met it.
+        What a thread met that the driver has to know, a ledger that cannot be written above all, is raised here.
         """
         if self._call is not None:
             if not self._call.done():
@@ -127,9 +129,11 @@ class Correspondent:
             call, self._call = self._call, None
             if proposals := call.result():
                 return proposals
-        if not self._is_closed and self._patience.allows(self._clock()):
+        fruitless = _fruitless(history, self.source)
+        if not self._is_closed and self._patience.allows(self._clock(), fruitless):
             self._call = Future()
-            self._start(partial(_fulfil, self._call, partial(self._ask, history)))
+            ask = partial(self._shielded, partial(self._ask, history), history.seed)
+            self._start(partial(_fulfil, self._call, ask))
         return ()
 
     def close(self) -> None:
@@ -143,22 +147,38 @@ class Correspondent:
 
     # --- in the call's thread --------------------------------------------------------------------------------------
 
-    def _ask(self, history: History) -> tuple[Proposal, ...]:
-        """Return the proposals of one call; none, and a line in the ledger, if it failed."""
+    def _shielded(self, job: Callable[[], tuple[Proposal, ...]], seed: int) -> tuple[Proposal, ...]:
+        """Return what a job with the provider brings; nothing, and a line in the ledger, if it failed in any way."""
         try:
-            answer, reply = self._converse(history)
+            return job()
         except SpendingCapReached as error:
             self._say(self._patience.switch_off(str(error)))
-            return ()
         except AskFailed as error:
-            self._say(self._patience.failed(error, self._clock(), history.seed))
-            return ()
+            self._say(self._patience.failed(error, self._clock(), seed))
+        except OvernightError:  # the owner's to mend, or a ledger that is broken or full: the driver's to end on
+            raise
+        except Exception as error:  # noqa: BLE001
+            # The one broad except. What comes from outside passes two SDKs, their HTTP client and our reader, any of
+            # which may fail at bytes that nobody thought of, and a night must not be lost to a proposer that it can
+            # do without. It is not hidden: the line names the class and the place, and nothing more is asked.
+            self._say(self._patience.switch_off(_fault_of_ours(error)))
+        return ()
+
+    def _check(self) -> tuple[Proposal, ...]:
+        self._provider.check(self._desk)
+        return ()
+
+    def _ask(self, history: History) -> tuple[Proposal, ...]:
+        """Return the proposals of one call, and write down what the model notes."""
+        answer, reply = self._converse(history)
         self._say(self._patience.answered(self._clock()))
         self._faults = reply.faults
         if reply.faults:
             self._desk.keep(answer.call, "faults.txt", "\n".join(reply.faults) + "\n")
         for insight in reply.insights:
-            self._desk.insight(insight)
+            if insight not in self._noted and insight not in history.insights:
+                self._noted.add(insight)
+                self._desk.insight(insight)
         return _shared(reply.proposals, answer)
 
     def _converse(self, history: History) -> tuple[Answer, Reply]:
@@ -239,6 +259,21 @@ def _fulfil(call: Future[tuple[Proposal, ...]], job: Callable[[], tuple[Proposal
         call.set_result(job())
     except BaseException as error:  # noqa: BLE001 - a thread has nobody to tell; `offer` raises it
         call.set_exception(error)
+
+
+def _fruitless(history: History, source: str) -> int:
+    """Return how many of the newest calls to a model in a row brought nothing but proposals that were turned away."""
+    calls: dict[int, list[ProposalState]] = {}
+    for past in reversed(history.past):
+        if past.proposal.source == source and past.proposal.call is not None and past.state is not ProposalState.QUEUED:
+            calls.setdefault(past.proposal.call, []).append(past.state)
+    return sum(1 for _ in takewhile(lambda states: all(state in TURNED_AWAY for state in states), calls.values()))
+
+
+def _fault_of_ours(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    return f"a fault of ours, please report it: {type(error).__name__} in {where}: {clean(str(error))}"
 
 
 def _repair(question: Question, answer: Answer, fault: str) -> Question:

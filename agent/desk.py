@@ -6,8 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from agent.asking import AskFailed, Trouble
+from agent.asking import ENDED_IN_FLIGHT, AskFailed, Trouble
+from agent.troubles import clean
 from harness.terms import CallBegun, CallEnded, Desk
+
+LONGEST_EVENT = 1_000
+"""Characters; what a provider says in one is cut much sooner."""
 
 
 class LeavableDesk:
@@ -35,7 +39,7 @@ class LeavableDesk:
         """Return the number of a call that may be sent now; `AskFailed` once the desk is left."""
         with self._lock:
             if self._is_left:
-                raise AskFailed(Trouble.UNREACHABLE, "the run has ended, and nothing is asked any more")
+                raise AskFailed(Trouble.RUN_ENDED, "the run has ended, and nothing is asked any more")
             number = self._desk.begin_call(call)
             self._begun[number] = self._clock()
             return number
@@ -55,10 +59,10 @@ class LeavableDesk:
                 self._desk.keep(call, name, text)
 
     def event(self, kind: str, text: str) -> None:
-        """Write down an outage, a refusal or a recovery."""
+        """Write down an outage, a refusal or a recovery, in words that hold no key and no half of a character."""
         with self._lock:
             if not self._is_left:
-                self._desk.event(kind, text)
+                self._desk.event(kind, clean(text, most=LONGEST_EVENT))
 
     def insight(self, text: str) -> None:
         """Write down what the model wants to remember."""
@@ -74,8 +78,8 @@ class LeavableDesk:
                 ended = CallEnded(
                     usage=None,
                     latency_seconds=max(0.0, self._clock() - begun),
-                    trouble="run_ended",
-                    text="the run ended while the call was in flight; what it used is not known",
+                    trouble=Trouble.RUN_ENDED,
+                    text=ENDED_IN_FLIGHT,
                 )
                 self._desk.end_call(call, ended)
             self._begun.clear()

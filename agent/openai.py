@@ -22,19 +22,17 @@ from agent.asking import Answer, AskFailed, Question, Trouble
 from agent.calling import (
     OVERHEAD_TOKENS,
     Caller,
-    Line,
     Tier,
     TurnedAway,
     counted,
-    disconnected,
     items,
     most_tokens,
     system_of,
     tell,
-    timeout,
     unbounded,
 )
-from agent.troubles import clean
+from agent.line import Line, disconnected, refuse_address, timeout
+from agent.troubles import clean, said
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Desk, Usage
 
@@ -84,7 +82,7 @@ class Form:
 
     def looser(self, failed: TurnedAway, question: Question) -> Form | None:
         """Return the form to try after this one was turned away, or None if the form was not the reason."""
-        if self.limit == "max_tokens" and "max_completion_tokens" in str(failed.body):
+        if self.limit == "max_tokens" and "max_completion_tokens" in said(failed.body)[2]:
             return dataclasses.replace(self, limit="max_completion_tokens")
         if not failed.is_about_form:
             return None
@@ -180,6 +178,7 @@ class OpenAIProvider:
             raise WrongUse(f"no key for {self.model!r}: set {KEY}, or {ADDRESS} for a server of your own")
         if key != key.strip() or not key.isascii() or not key.isprintable():
             raise WrongUse(f"{KEY} holds a blank, a line break or a character that no key has: set it anew")
+        refuse_address(ADDRESS)
         try:
             return openai.OpenAI(
                 api_key=key,
@@ -247,7 +246,10 @@ def _address() -> str | None:
 
 
 def _is_own(address: str | None) -> bool:
-    host = urllib.parse.urlsplit(address or OPENAI).hostname or ""
+    try:
+        host = urllib.parse.urlsplit(address or OPENAI).hostname or ""
+    except ValueError:  # no address at all, which the check says
+        return True
     return host != "openai.com" and not host.endswith(".openai.com")
 
 

@@ -43,17 +43,25 @@ class Patience:
         self._who = who
         self._is_off = False
         self._not_before: float | None = None
+        self._answered_at: float | None = None
         self._failed_since: float | None = None
         self._failures = 0
         self._refusals = 0
         self._told: set[Trouble] = set()
 
-    def allows(self, now: float) -> bool:
-        """Tell whether the model may be asked at this moment, in seconds of a monotonic clock."""
-        return not self._is_off and (self._not_before is None or now >= self._not_before)
+    def allows(self, now: float, fruitless: int = 0) -> bool:
+        """Tell whether the model may be asked at this moment, in seconds of a monotonic clock.
+
+        ``fruitless``: how many of its newest answers in a row came to nothing. A model that only repeats itself is not
+        billed once per trial for it: the pause after its last answer grows as after failures.
+        """
+        if self._is_off or (self._not_before is not None and now < self._not_before):
+            return False
+        return not fruitless or self._answered_at is None or now >= self._answered_at + _grown_seconds(fruitless)
 
     def answered(self, now: float) -> Notice | None:
         """Note an answer that could be used; a notice if it ends a series of failures."""
+        self._answered_at = now
         failures, since = self._failures, self._failed_since
         self._not_before = self._failed_since = None
         self._failures = self._refusals = 0
@@ -92,12 +100,15 @@ class Patience:
         return Notice("model_off", f"{self._who} is switched off for this run: {why}; the search goes on without it")
 
     def _pause_seconds(self, trouble: Trouble, seed: int) -> float:
-        doublings = min(self._failures - 1, 20)  # beyond any pause, and no overflow after a year of outage
-        grown = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**doublings)
-        pause = REFUSAL_PAUSE_SECONDS if trouble in DECLINED else grown
+        pause = REFUSAL_PAUSE_SECONDS if trouble in DECLINED else _grown_seconds(self._failures)
         digest = hashlib.sha256(f"{seed}/{self._failures}/pause".encode()).digest()
         position = int.from_bytes(digest[:4], "big") / 2**32
         return pause * (1 + JITTER * (2 * position - 1))
+
+
+def _grown_seconds(count: int) -> float:
+    doublings = min(count - 1, 20)  # beyond any pause, and no overflow after a year of outage
+    return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**doublings)
 
 
 def _cut(text: str) -> str:

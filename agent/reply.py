@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from typing_extensions import TypeIs
 
+from agent.troubles import scrub_document
 from harness.config import Knob, Value, explain
 from harness.records import History, Proposal
 from harness.terms import LONGEST_INSIGHT
@@ -35,7 +36,10 @@ MOST_INSIGHTS = 3
 MOST_TRIES = 200
 """Places at which a JSON object is looked for within prose."""
 
-_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
+MOST_SCANNED = 10 * LONGEST_REPLY
+"""Characters that are read over in all those tries. A parser holds the interpreter, and the device's driver with it."""
+
+_THINKING, _THOUGHT = re.compile("<think>", re.IGNORECASE), re.compile("</think>", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -163,24 +167,42 @@ def _document(text: str) -> Mapping[str, Any]:
     """Return the one JSON object of a text that may stand in a code fence, in prose or after some thinking."""
     if len(text) > LONGEST_REPLY:
         raise BadReply(f"The reply is longer than {LONGEST_REPLY:,} characters. Send the JSON object only.")
-    found = list(_objects(_THINKING.sub("", text)))
+    found = list(_objects(_spoken(text)))
     replies = [each for each in found if "proposals" in each] or found
     if not replies:
         raise BadReply("The reply holds no whole JSON object. Send one that fits the schema, and nothing else.")
-    return replies[-1]  # a model that drafts first ends with what it means
+    return scrub_document(replies[-1])  # the last: a model that drafts first ends with what it means
+
+
+def _spoken(text: str) -> str:
+    """Return a text without its thinking.
+
+    One pattern for both marks would start anew at each that is not closed: a minute for a reply that is full of them.
+    """
+    parts: list[str] = []
+    end = 0
+    while (begun := _THINKING.search(text, end)) and (closed := _THOUGHT.search(text, begun.end())):
+        parts.append(text[end : begun.start()])
+        end = closed.end()
+    return "".join(parts) + text[end:]
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    place = text.find("{")
+    place, scanned = text.find("{"), 0
     for _ in range(MOST_TRIES):
-        if place < 0:
+        if place < 0 or scanned > MOST_SCANNED:
             return
         try:
             found, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError as error:
             end = place + 1
+            scanned += (len(text) if error.msg.startswith("Unterminated") else error.pos) - place
+        except (ValueError, RecursionError):  # which do not say how far they came
+            end = place + 1
+            scanned += len(text) - place
         else:
+            scanned += end - place
             if isinstance(found, dict):
                 yield found
         place = text.find("{", end)
@@ -231,7 +253,8 @@ def _diff(changes: object, knobs: Mapping[str, Knob]) -> dict[str, Value]:
 
 
 def _value(name: str, value: object, knob: Knob | None) -> Value:
-    if isinstance(value, str) and knob is not None and _is_numeric(knob) and _NUMBER.fullmatch(value):
+    # a word first: on a long row of digits the pattern's backtracking takes the square of its length
+    if isinstance(value, str) and _is_word(value) and knob and _is_numeric(knob) and _NUMBER.fullmatch(value):
         value = _number(value)
     if isinstance(value, bool) or _is_finite(value):
         return value

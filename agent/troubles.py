@@ -9,20 +9,26 @@ import math
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from agent.asking import Trouble
+from harness.records import without_control
 
 LONGEST_TEXT = 300
 """Characters of an error that are shown."""
+LONGEST_SECRET = 4_096
+"""Characters, with all that JSON makes of them; no key of a provider or gateway has a third of it."""
+LONGEST_RETRY_AFTER_SECONDS = 7 * 86_400.0
+"""Of what a provider asks for: longer than any run, and short enough for every clock and calendar."""
 SHORTEST_SECRET = 8
 """Characters. What is shorter is a placeholder for a local server, and would blot out words and digits of replies."""
 
 _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHAPES = (
     re.compile(r"\bsk-[\w*.-]{6,}", re.IGNORECASE),
-    re.compile(r"\bBearer\s+[^\s\"',}]+", re.IGNORECASE),
-    re.compile(r"(?<=://)[^/\s@]+@"),  # a proxy's user and password
+    re.compile(r"\bBearer\s+[^\s\"',}\\]+", re.IGNORECASE),
+    re.compile(r"(?<=://)[^/\s@\"]+@"),  # a proxy's user and password
 )
 _HIDDEN = "[key]"
 
@@ -32,6 +38,7 @@ _TOO_LONG = re.compile(
     r"prompt is too long|context[_ ](?:length|window|size)|maximum context|exceeds? the (?:available )?context"
     r"|request_too_large"
 )
+_FILTER = "blocked by content filtering"  # a plain invalid_request_error otherwise
 _NO_MODEL = re.compile(r"model_not_found|model_not_available|does not exist or you do not have access")
 
 
@@ -62,33 +69,89 @@ def _secrets() -> Iterator[str]:
                 yield from (secret, json.dumps(secret)[1:-1], urllib.parse.quote(secret, safe=""))
 
 
-def scrub(text: str) -> str:
-    """Return a text without any secret of the environment or what is shaped like one.
+def _spelled(secret: str) -> str:
+    """Return a pattern for a secret within JSON, where each character may stand behind backslashes or as its code.
+
+    Up to three backslashes, as in JSON within JSON; without a bound, a text of nothing else would take the square of
+    its length.
+    """
+    return "".join(rf"(?:\\{{0,3}}{re.escape(character)}|\\{{1,3}}u(?i:{ord(character):04x}))" for character in secret)
+
+
+def scrubber() -> Callable[[str], str]:
+    """Return what takes out of texts any secret of the environment, and what is shaped like one.
 
     A hostile or careless server echoes the request, key included, and what it says ends up in the ledger. JSON stays
     JSON: no quote is ever part of what is taken out.
     """
-    for secret in sorted(set(_secrets()), key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
-    for shape in _SHAPES:
-        text = shape.sub(_HIDDEN, text)
-    return text
+    secrets = sorted(set(_secrets()), key=len, reverse=True)
+    spelled = re.compile("|".join(map(_spelled, secrets))) if secrets else None
+
+    def scrubbed(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, _HIDDEN)
+        if spelled is not None and "\\" in text:
+            text = spelled.sub(_HIDDEN, text)
+        for shape in _SHAPES:
+            text = shape.sub(_HIDDEN, text)
+        return text
+
+    return scrubbed
+
+
+def scrub(text: str) -> str:
+    """Return one text without secrets."""
+    return scrubber()(text)
+
+
+def scrub_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parsed document without secrets in any of its texts: parsing undoes whatever hid them from `scrub`."""
+    scrubbed = scrubber()
+
+    def walk(part: Any) -> Any:
+        match part:
+            case str():
+                return scrubbed(part)
+            case dict():
+                return {scrubbed(name): walk(each) for name, each in part.items()}
+            case list():
+                return [walk(each) for each in part]
+            case _:
+                return part
+
+    return {scrubbed(name): walk(each) for name, each in document.items()}
 
 
 def clean(text: str, *, most: int = LONGEST_TEXT) -> str:
-    """Return a text scrubbed and then cut to ``most`` characters: the other way round, half a key would be left."""
-    text = scrub(text)
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Return a text that any ledger and terminal takes, cut to ``most`` characters.
+
+    Scrubbed before it is cut: the other way round, half a key would be left. Halves of surrogate pairs, which JSON can
+    spell and UTF-8 cannot, and control characters other than tab and line break become replacement characters.
+    """
+    is_long = len(text) > most + LONGEST_SECRET
+    text = without_control(scrub(text[: most + LONGEST_SECRET].replace("\r\n", "\n")))
+    if is_long:  # megabytes are not looked through for a line, and what was cut in the middle of a key is dropped
+        text = text[:-LONGEST_SECRET]
+    return text if len(text) <= most and not is_long else text[: most - 1] + "…"
 
 
 def describe(status: int, headers: Mapping[str, str], body: object) -> str:
     """Return one line for people about an answer that is none."""
     if 300 <= status < 400:
-        host = urllib.parse.urlsplit(headers.get("location", "")).hostname
-        return f"HTTP {status}: a redirect to {host or 'elsewhere'}, which is not followed"
+        return clean(f"HTTP {status}: a redirect to {_host(headers.get('location', ''))}, which is not followed")
     kind, code, message = said(body)
+    who = "something between here and the provider answered: " if classify(status, body) is Trouble.UNREACHABLE else ""
     detail = ", ".join(part for part in (kind, code) if part)
-    return clean(f"HTTP {status}{f' ({detail})' if detail else ''}: {' '.join(message.split()) or 'no reason given'}")
+    return clean(
+        f"{who}HTTP {status}{f' ({detail})' if detail else ''}: {' '.join(message.split()) or 'no reason given'}"
+    )
+
+
+def _host(address: str) -> str:
+    try:
+        return urllib.parse.urlsplit(address).hostname or "elsewhere"
+    except ValueError:
+        return "elsewhere"
 
 
 # --- classes -----------------------------------------------------------------------------------------------------
@@ -102,9 +165,17 @@ def said(body: object) -> tuple[str, str, str]:
             details = error.get("details")
             code = error.get("code") or (details.get("error_code") if isinstance(details, Mapping) else None)
             message = error.get("message")
-            return _word(error.get("type")), _word(code), message if isinstance(message, str) else json.dumps(body)
-        return "", "", error if isinstance(error, str) else json.dumps(body)
-    return "", "", "" if body is None else str(body)
+            return _word(error.get("type")), _word(code), message if isinstance(message, str) else written(body)
+        return "", "", error if isinstance(error, str) else written(body)
+    return "", "", "" if body is None else body if isinstance(body, str) else written(body)
+
+
+def written(body: object) -> str:
+    """Return a body of JSON as text."""
+    try:
+        return json.dumps(body)
+    except RecursionError:
+        return "a body that is nested too deeply"
 
 
 def _word(value: object) -> str:
@@ -119,6 +190,8 @@ def classify(status: int, body: object) -> Trouble:
         return Trouble.SPENDING_LIMIT
     if status == 413 or (status in (400, 422, 500) and _TOO_LONG.search(words)):
         return Trouble.TOO_LONG
+    if status == 407 or (status in (403, 404, 405) and not isinstance(body, Mapping)):
+        return Trouble.UNREACHABLE  # a proxy, a sign-in page, a web server before the model's: gone in an hour, perhaps
     if status == 404 or (400 <= status < 500 and _NO_MODEL.search(words)):
         return Trouble.NO_SUCH_MODEL
     if status == 429:
@@ -128,7 +201,7 @@ def classify(status: int, body: object) -> Trouble:
     if status in (401, 403) or code == "organization_on_hold":
         return Trouble.NOT_ALLOWED
     if status in (400, 422):
-        if code in ("content_filter", "content_policy_violation"):
+        if code in ("content_filter", "content_policy_violation") or _FILTER in words:
             return Trouble.FILTERED
         return Trouble.REFUSED if code == "invalid_prompt" else Trouble.BAD_REQUEST
     return Trouble.BAD_REQUEST if status >= 400 else Trouble.GARBAGE
@@ -150,7 +223,7 @@ def disguised(document: Mapping[str, object]) -> Trouble | None:
 
 
 def retry_after_seconds(headers: Mapping[str, str], now: datetime.datetime | None = None) -> float | None:
-    """Return how long a provider asks to be left alone, however long that is; None if it did not say."""
+    """Return how long a provider asks to be left alone, up to a week; None if it did not say so that it can be read."""
     for name, unit_seconds in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         value = headers.get(name)
         if value is None:
@@ -160,11 +233,12 @@ def retry_after_seconds(headers: Mapping[str, str], now: datetime.datetime | Non
         except ValueError:
             continue
         if math.isfinite(seconds):
-            return max(0.0, seconds)
+            return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, seconds))
     try:
         moment = email.utils.parsedate_to_datetime(headers.get("retry-after", ""))
-    except ValueError:
+    except (ValueError, OverflowError):  # a year or a time zone beyond what a calendar or a C integer holds
         return None
     if moment.tzinfo is None:  # "-0000": a moment of UTC whose place is not told
         moment = moment.replace(tzinfo=datetime.UTC)
-    return max(0.0, (moment - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+    seconds = (moment - (now or datetime.datetime.now(datetime.UTC))).total_seconds()
+    return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, seconds))

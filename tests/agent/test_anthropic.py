@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from agent.anthropic import AnthropicProvider
-from agent.asking import Answer, AskFailed, Question, Trouble
-from agent.calling import Line
+from agent.asking import ENDED_IN_FLIGHT, Answer, AskFailed, Question, Trouble
+from agent.line import Line
 from harness.errors import SpendingCapReached, WrongUse
 from harness.terms import Usage
 from tests.agent.wire import KEY, BookedDesk, Say, Wire, closed_port, failure, message, model_info
@@ -193,9 +193,16 @@ STATUSES = [
     (500, failure("api_error", "oops"), Trouble.OVERLOADED),
     (502, "<html>Bad gateway</html>", Trouble.OVERLOADED),
     (503, "", Trouble.OVERLOADED),
+    (504, "<html>Gateway timeout</html>", Trouble.OVERLOADED),
     (408, "", Trouble.OVERLOADED),
     (413, failure("request_too_large", "too big"), Trouble.TOO_LONG),
     (400, failure(KIND, "prompt is too long: 250000 tokens > 200000 maximum"), Trouble.TOO_LONG),
+    (400, failure(KIND, "Output blocked by content filtering policy"), Trouble.FILTERED),
+    (403, "<html>Sign in to the network</html>", Trouble.UNREACHABLE),
+    (404, "<html>nginx</html>", Trouble.UNREACHABLE),
+    (405, "", Trouble.UNREACHABLE),
+    (407, "<html>Proxy Authentication Required</html>", Trouble.UNREACHABLE),
+    (407, {"error": "who are you?"}, Trouble.UNREACHABLE),
     (400, "null", Trouble.BAD_REQUEST),
     (422, "[]", Trouble.BAD_REQUEST),
 ]
@@ -209,7 +216,7 @@ def test_statuses(fails: Callable[..., AskFailed], desk: BookedDesk, status: int
     assert str(status) in str(failed)
     assert (desk.last.trouble, desk.last.text) == (trouble, str(failed))
     assert len(desk.begun) == 1
-    assert desk.last.sent is (status in (500, 502)), "only these can have cost anything"
+    assert desk.last.sent is (status == 504), "only behind a gateway that gave up may a model have gone on"
 
 
 @pytest.mark.parametrize(
@@ -223,19 +230,44 @@ def test_statuses(fails: Callable[..., AskFailed], desk: BookedDesk, status: int
         ({"retry-after": "nan"}, None),
         ({"retry-after": "soon"}, None),
         ({"retry-after": "Fri, 01 Jan 2016 00:00:00 GMT"}, 0.0),
+        ({"retry-after": "1e308"}, 604_800.0),
+        ({"retry-after": "Sat, 01 Jan 2101 00:00:00 GMT"}, 604_800.0),
+        ({"retry-after": "Mon, 01 Jan 999999999999 00:00:00 GMT"}, None),
+        ({"retry-after": "Mon, 01 Jan 2024 00:00:00 +99999999999999999999"}, None),
+        ({"retry-after": "Fri, 31 Dec 9999 23:59:59 -2359"}, 604_800.0),
     ],
 )
 def test_retry_after(fails: Callable[..., AskFailed], headers: dict[str, str], seconds: float | None) -> None:
-    """Told to whoever waits, however long; nothing here sleeps."""
+    """Told to whoever waits, up to a week; what cannot be read was not said. Nothing here sleeps."""
     for status in (429, 529):
         assert fails(Say(status=status, headers=headers)).retry_after_seconds == seconds
 
 
-def test_retry_after_as_a_date(fails: Callable[..., AskFailed]) -> None:
-    """The other form that HTTP has."""
-    seconds = fails(Say(status=429, headers={"retry-after": "Sat, 01 Jan 2101 00:00:00 GMT"})).retry_after_seconds
-    assert seconds is not None
-    assert seconds > 1e9
+HALVES = {"error": {"message": "\ud800 bad \x00 \x1b[31m", "type": "\ud800"}}
+DEEP = json.dumps({"error": {"message": [0]}}).replace("0", "[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        Say(status=500, body=json.dumps(HALVES)),
+        Say(status=400, body=DEEP),
+        Say(status=500, body="<html>", headers={"content-type": "text/html; charset=hex"}),
+        Say(status=500, body="<html>", headers={"content-type": "text/html; charset=undefined"}),
+        Say(status=307, headers={"location": "http://[elsewhere"}),
+        Say(status=429, body="not gzip", headers={"content-encoding": "gzip"}),
+        Say(body=message("", stop_reason="refusal", stop_details={"category": "\ud800", "explanation": "\x1b"})),
+    ],
+)
+def test_hostile_bytes_are_a_trouble_like_any_other(
+    fails: Callable[..., AskFailed], desk: BookedDesk, say: Say
+) -> None:
+    """They end in the class that they have, in words that a ledger and a terminal take."""
+    text = str(fails(say))
+    assert desk.last.text == text
+    assert text.encode().decode() == text
+    assert "\x1b" not in text
+    assert "\x00" not in text
 
 
 @pytest.mark.parametrize(
@@ -264,9 +296,42 @@ def test_answers_that_are_none(
     failed = fails(Say(body=body))
     assert failed.trouble is trouble
     assert said in str(failed)
-    assert desk.last.sent
     assert desk.last.trouble == trouble
     assert (desk.last.usage is not None) == (isinstance(body, dict) and "usage" in body)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_billed"),
+    [
+        (b"", False),
+        (b"<html>Sign in</html>", False),
+        (b"{}", False),
+        (b"[]", False),
+        (failure("overloaded_error", "busy"), False),
+        (message(None, usage=None), False),
+        (b' { "id": "msg_1", "content": [{"ty', True),
+        (message("  ", usage=None), True),
+        (message("", stop_reason="refusal", usage=None), True),
+        (message(None), True),
+    ],
+)
+def test_only_what_can_be_a_completion_counts_against_the_caps(
+    fails: Callable[..., AskFailed], desk: BookedDesk, body: Any, is_billed: bool
+) -> None:
+    """Providers bill completions, not errors; one that breaks off may have been billed in full."""
+    fails(Say(body=body))
+    assert desk.last.sent is is_billed
+
+
+def test_an_answer_that_nobody_could_read_is_not_looked_through(
+    fails: Callable[..., AskFailed], desk: BookedDesk
+) -> None:
+    """Its start is kept, without the key that the cut would have gone through."""
+    failed = fails(Say(body=message("x" * 199_990 + KEY * 10_000)))
+    assert failed.trouble is Trouble.GARBAGE
+    assert "longer than" in str(failed)
+    assert len(desk.kept[1, "answer.txt"]) <= 200_000
+    assert KEY[:12] not in desk.kept[1, "answer.txt"]
 
 
 def test_a_refusal_names_its_category(fails: Callable[..., AskFailed], desk: BookedDesk) -> None:
@@ -378,10 +443,28 @@ def test_closing_ends_a_running_call(
         until(lambda: len(wire.posts) == 1)
         provider.close()
         asking.join(A_HANG_SECONDS)
-        assert troubles == [Trouble.UNREACHABLE]
-        assert desk.last.trouble == Trouble.UNREACHABLE
+        assert len(troubles) == 1
+        assert desk.last.trouble == Trouble.RUN_ENDED
+        assert desk.last.text == ENDED_IN_FLIGHT
+        assert desk.last.sent
         with pytest.raises(AskFailed, match="closed"):
             provider.ask(QUESTION, desk, deadline_seconds=600)
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupted_call_is_booked_as_the_runs_end(
+    ask: Ask, desk: BookedDesk, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """At the check a call is waited for by the thread that takes Ctrl-C; it goes on, and the row says why it ended."""
+
+    def interrupted(*_: object) -> Any:
+        raise end
+
+    monkeypatch.setattr(Line, "run", interrupted)
+    with Wire(Say()) as wire, pytest.raises(type(end)):
+        ask(wire)
+    assert desk.last.trouble == Trouble.RUN_ENDED
+    assert desk.last.text == ENDED_IN_FLIGHT
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -487,6 +570,29 @@ def test_what_the_list_says_about_the_model_is_heeded(
     assert "tools" in wire.posts[0].body
 
 
+@pytest.mark.parametrize("retires", [KEY, f"{'x' * 500}", ["\ud800", "\x1b[2J"], {"at": KEY}])
+def test_what_the_list_says_is_no_more_trusted_than_an_answer(
+    check: Callable[[Wire], None], desk: BookedDesk, retires: Any
+) -> None:
+    """It stands in an event: short, without keys and with nothing that moves a terminal's cursor."""
+    with Wire(models=Say(body=model_info(MODEL, lifecycle="deprecated") | {"retires_at": retires})) as wire:
+        check(wire)
+    [(_, text)] = desk.events
+    assert KEY not in text
+    assert "\x1b" not in text
+    assert text.encode()
+    assert len(text) < 160
+
+
+def test_a_question_that_quotes_a_key_is_kept_without_it(ask: Ask, desk: BookedDesk) -> None:
+    """As a repair does that quotes what a server echoed, its slashes escaped."""
+    spelled = KEY.replace("_", "\\u005f")
+    with Wire(Say(body=message("{}"))) as wire:
+        ask(wire, question=dataclasses.replace(QUESTION, text=f"You said {spelled}"))
+    assert "secret" not in desk.kept[1, "question.md"]
+    assert "You said [key]" in desk.kept[1, "question.md"]
+
+
 @pytest.mark.parametrize("key", [None, ""])
 def test_a_missing_key_is_told(provider: AnthropicProvider, monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
     """Before any training, with its name."""
@@ -542,7 +648,27 @@ def test_an_address_with_the_version_in_it_is_told(
         provider.check(BookedDesk())
 
 
-@pytest.mark.parametrize("models", [Say(status=529), Say(status=429), Say(body=b"<html>"), Say(body=b"{}")])
+@pytest.mark.parametrize(
+    "address", ["localhost:9101", "localhost:9101/v1", "//host", "http://", "http://a:b", "http://["]
+)
+def test_what_is_no_address_is_told(provider: AnthropicProvider, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """The scheme is easily left out, and what it says then is no outage."""
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", address)
+    with pytest.raises(WrongUse, match="ANTHROPIC_BASE_URL"):
+        provider.check(BookedDesk())
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        Say(status=529),
+        Say(status=429),
+        Say(body=b"<html>"),
+        Say(body=b"{}"),
+        Say(status=403, body="<html>Sign in</html>"),
+        Say(status=407, body="<html>"),
+    ],
+)
 def test_a_provider_in_trouble_is_no_reason_not_to_start(check: Callable[[Wire], None], models: Say) -> None:
     """`AskFailed`, not `WrongUse`: it is tried again later."""
     with Wire(models=models) as wire, pytest.raises(AskFailed) as caught:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from agent.correspondent import (
 from agent.evidence import PLATEAU
 from agent.instructions import SYSTEM
 from agent.patience import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_REFUSALS, REFUSAL_PAUSE_SECONDS
-from harness.errors import WrongUse
+from harness.errors import BadInput, LedgerBroken, WrongUse
 from harness.records import History, Proposal
 from harness.terms import CallBegun, CallEnded, Desk
 from tests.agent.doubles import USAGE, Actor, Book, Clock, Outcome, Threads, reply
@@ -129,6 +131,60 @@ def test_insights_are_written_down(setting: Any) -> None:
     here.step()
     here.step()
     assert here.book.insights == ["the rate matters most"]
+
+
+def test_insights_that_are_known_are_not_written_again(setting: Any) -> None:
+    """Small models note the same each time; neither this run's nor an earlier one's are doubled."""
+    here = setting(*[reply(*RATES, insights=["old", "new", "new"])] * 2)
+    here.history = dataclasses.replace(here.history, insights=("old",))
+    for _ in range(4):
+        here.step()
+    assert len(here.actor.questions) == 2
+    assert here.book.insights == ["new"]
+
+
+# --- answers that come to nothing ----------------------------------------------------------------------------------
+
+
+def judged(make_night: Any, call: int, *diffs: dict[str, Any], night: Any = None) -> Any:
+    """Return a night after the proposals of a call; what is out of bounds is refused."""
+    night = night or make_night()
+    for diff in diffs:
+        night.run(Proposal(diff=diff, source="anthropic", rationale="", watch="", call=call))
+    return night
+
+
+BAD, FINE = {"optim.learning_rate": 9e9}, {"optim.learning_rate": 2e-3}
+
+
+def test_a_model_that_only_repeats_itself_is_asked_ever_more_seldom(make_night: Any) -> None:
+    """Its answers parse, so they are no failures; but each is billed, and a trial that is not run takes no time."""
+    here = Setting(make_night().history(), [reply(*RATES)] * 100)
+    night, asked = make_night(), []
+    for call in range(1, 7):
+        while len(here.actor.questions) < call:
+            here.step(1.0)
+        asked.append(here.clock.now)
+        here.step()
+        judged(make_night, call, BAD, BAD, night=night)
+        here.history = night.history()
+    pauses = [later - sooner for sooner, later in itertools.pairwise(asked)]
+    assert pauses == pytest.approx([FIRST_PAUSE_SECONDS * 2**count for count in range(5)], abs=2.0)
+    judged(make_night, 7, BAD, FINE, BAD, night=night)
+    here.history = night.history()
+    here.step()
+    assert len(here.actor.questions) == 7, "one trial is enough to be asked at once again"
+
+
+@pytest.mark.parametrize(("diffs", "is_asked"), [([BAD, BAD], False), ([FINE, BAD], True), ([], True)])
+def test_one_trial_of_an_answer_is_enough(make_night: Any, diffs: list[dict[str, Any]], is_asked: bool) -> None:
+    """Only an answer of which nothing was tried costs a pause; one that nobody has looked at yet does not."""
+    here = Setting(make_night().history(), [reply(*RATES)] * 3)
+    here.step()
+    here.step()
+    here.history = judged(make_night, 1, *diffs).history()
+    here.step(1.0)
+    assert (len(here.actor.questions) == 2) is is_asked
 
 
 # --- replies that cannot be read ---------------------------------------------------------------------------------
@@ -295,12 +351,26 @@ def test_the_owners_cap_switches_off(setting: Any, calls_allowed: int) -> None:
     assert len(here.book.begun) == calls_allowed
 
 
-@pytest.mark.parametrize("bug", [KeyError("choices"), RecursionError("deep"), SystemExit(3)])
-def test_a_bug_surfaces(setting: Any, bug: BaseException) -> None:
-    """What no provider should raise is raised where somebody looks, not lost in a thread."""
-    here = setting(bug)
+@pytest.mark.parametrize("bug", [KeyError("choices"), RecursionError("deep"), AssertionError("\ud800\x1b[31m")])
+def test_a_fault_of_ours_switches_off(setting: Any, bug: Exception) -> None:
+    """Whatever a server's bytes break on the way ends the asking with a line that says so, never the night."""
+    here = setting(bug, reply(*RATES))
+    for _ in range(10):
+        assert here.step(LONG) == ()
+    assert here.book.kinds == ["model_off"]
+    text = here.book.events[0][1]
+    assert "fault of ours" in text
+    assert f"{type(bug).__name__} in doubles.py, line " in text
+    assert text.encode().isascii() or "\N{REPLACEMENT CHARACTER}[31m" in text
+    assert len(here.actor.questions) == 1
+
+
+@pytest.mark.parametrize("end", [LedgerBroken("contradiction"), BadInput("the disk is full"), SystemExit(3)])
+def test_what_ends_a_night_reaches_the_driver(setting: Any, end: BaseException) -> None:
+    """A ledger that cannot be written is nothing to go on without; it is raised where somebody looks."""
+    here = setting(end)
     here.step()
-    with pytest.raises(type(bug)):
+    with pytest.raises(type(end)):
         here.step()
     assert here.book.events == []
 
@@ -326,6 +396,24 @@ def test_a_provider_that_is_down_is_no_reason_not_to_start() -> None:
     book, correspondent = checked(AskFailed(Trouble.UNREACHABLE, "connection refused"))
     correspondent.check()
     assert book.kinds == ["model_trouble"]
+
+
+def test_a_fault_of_ours_at_the_check_is_no_reason_not_to_start() -> None:
+    """The search starts without the model, as it goes on without it later."""
+    book, correspondent = checked(KeyError("lifecycle"))
+    correspondent.check()
+    assert book.kinds == ["model_off"]
+
+
+def test_no_event_holds_what_a_ledger_does_not_take(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever raised it with whatever words."""
+    monkeypatch.setenv("GATEWAY_TOKEN", "open-sesame-77")
+    here = setting(AskFailed(Trouble.OVERLOADED, "open-sesame-77 \ud800 \x1b[2J"))
+    here.step()
+    [(_, text)] = here.book.events
+    assert text.encode().decode() == text
+    assert "sesame" not in text
+    assert "\x1b" not in text
 
 
 # --- the end -----------------------------------------------------------------------------------------------------

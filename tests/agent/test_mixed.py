@@ -143,11 +143,14 @@ def test_a_cap_ends_the_asking_and_not_the_night(make_night: Any) -> None:
     assert evening.book.kinds == ["model_off"]
 
 
-def test_a_bug_surfaces(make_night: Any) -> None:
-    """A provider that raises what it should not ends the search's asking with that error."""
+def test_a_fault_of_ours_costs_the_night_only_the_model(make_night: Any) -> None:
+    """A provider that raises what it should not is not asked again; the others go on."""
     evening = Evening(make_night(), [ZeroDivisionError("bug")])
-    with pytest.raises(ZeroDivisionError):
-        evening.search(10)
+    sources = evening.search(12)
+    assert len(sources) == 12
+    assert "anthropic" not in sources
+    assert evening.book.kinds == ["model_off"]
+    assert "ZeroDivisionError" in evening.book.events[0][1]
 
 
 def test_the_share_follows_the_win_rates_within_limits(make_night: Any) -> None:

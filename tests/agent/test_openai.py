@@ -313,7 +313,7 @@ def test_statuses(fails: Callable[..., AskFailed], desk: BookedDesk, status: int
     assert failed.trouble is trouble
     assert desk.last.trouble == trouble
     assert len(desk.begun) == 1
-    assert desk.last.sent is (status == 500)
+    assert not desk.last.sent
 
 
 def test_retry_after(fails: Callable[..., AskFailed]) -> None:
@@ -410,6 +410,27 @@ def test_a_missing_key_is_told(desk: BookedDesk, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(WrongUse, match="OPENAI_API_KEY"):
         OpenAIProvider("gpt-test-1").check(desk)
     assert desk.begun == {}
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:9101/v1", "api.openai.com/v1", "http://:80/v1", "http://a:b", "http://["]
+)
+def test_what_is_no_address_is_told(desk: BookedDesk, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """The scheme is easily left out, and what it says then is no outage."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_BASE_URL", address)
+    with pytest.raises(WrongUse, match="OPENAI_BASE_URL"):
+        OpenAIProvider(MODEL).check(desk)
+
+
+def test_a_page_of_somebody_between_is_no_reason_not_to_start(
+    local: Callable[[Wire], OpenAIProvider], desk: BookedDesk
+) -> None:
+    """A web server before the model's answers while that one starts."""
+    with Wire(Say(status=404, body="<html>nginx</html>")) as wire, pytest.raises(AskFailed) as caught:
+        local(wire).check(desk)
+    assert caught.value.trouble is Trouble.UNREACHABLE
+    assert "between here and the provider" in str(caught.value)
 
 
 def test_only_openai_is_openai() -> None:

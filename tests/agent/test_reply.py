@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from agent.calling import unbounded
 from agent.reply import LONGEST_PROSE, LONGEST_REPLY, MOST_INSIGHTS, BadReply, Reply, read, schema
+from agent.troubles import scrub
 from harness.config import Knob
 from harness.records import History
 
@@ -125,6 +127,95 @@ def test_the_schema_survives_the_sdks_transformation() -> None:
     made = unbounded(schema(KNOBS, 2, 3))
     sent = transform_schema(made)
     assert [each["required"] for each in objects(sent)] == [each["required"] for each in objects(made)]
+
+
+# --- keys ----------------------------------------------------------------------------------------------------------
+
+A_KEY = 'zq9-Canary_KEY77+x/Lm"=='
+
+
+def codes(text: str) -> str:
+    return "".join(f"\\u{ord(character):04X}" for character in text)
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [A_KEY.replace('"', '\\"'), A_KEY.replace("/", "\\/").replace('"', '\\"'), codes(A_KEY), "zq" + codes(A_KEY[2:])],
+)
+def test_no_text_of_a_reply_holds_a_key(monkeypatch: pytest.MonkeyPatch, spelled: str) -> None:
+    """However a server that echoes it spells it in JSON: neither once read, nor as it is kept and quoted."""
+    monkeypatch.setenv("GATEWAY_API_KEY", A_KEY)
+    text = reply(
+        offer(("model.depth", 2), rationale="see KEY", watch="KEY"),
+        offer(("KEY", "KEY"), rationale="why", watch="what"),
+        offer(("model.depth", 2), rationale="why", watch="what", parent="KEY"),
+        insights=["the KEY is KEY"],
+    ).replace("KEY", spelled)
+    made = taken(text)
+    assert len(made.proposals) == 2
+    assert len(made.faults) == 1
+    assert made.insights == ("the [key] is [key]",)
+    for shown in (repr(made), scrub(text), scrub(json.dumps(text))):
+        assert "Canary" not in shown
+        assert spelled not in shown
+        assert "[key]" in shown
+    assert json.loads(scrub(text))["insights"] == ["the [key] is [key]"]
+
+
+def test_what_is_taken_out_leaves_json_behind() -> None:
+    """A quote that went with a password would lose the reply."""
+    text = json.dumps({"a": "https://host", "b": "c@d", "e": 'Bearer abc"'}, separators=(",", ":"))
+    assert json.loads(scrub(text)) == {"a": "https://host", "b": "c@d", "e": '[key]"'}
+
+
+# --- how long it takes ---------------------------------------------------------------------------------------------
+
+LONG = LONGEST_REPLY - 2_000
+MANY = '{"x":' * 199
+HARD = {
+    "thinking that never ends": "<think>" * (LONG // 7),
+    "thinking that ends once": "<think>" * (LONG // 7) + "</think>",
+    "many short thoughts": "<think></think>" * (LONG // 15),
+    "braces": "{" * LONG,
+    "a deep object": '{"a":' * (LONG // 5),
+    "a list behind many braces": f"{MANY}[{'1.5e3,' * (LONG // 6 - 300)}",
+    "a text behind many braces": f'{MANY}"{"a" * (LONG - 1_000)}',
+    "escapes behind many braces": MANY + '"' + "\\u0041" * (LONG // 6 - 300),
+    "objects behind many braces": f"{MANY}[{'{},' * (LONG // 3 - 400)}",
+    "almost a number": reply(offer(("model.depth", "1" * LONG + "x"))),
+    "almost an exponent": reply(offer(("model.depth", "1" * LONG + "e"))),
+    "a whole number": reply(GOOD).replace("0.001", "1" * LONG),
+    "a fraction": reply(GOOD).replace("0.001", "0." + "1" * LONG),
+    "changes": reply(offer(*[("model.depth", 2)] * (LONG // 60))),
+    "insights": reply(GOOD, insights=["ab"] * (LONG // 7)),
+    "backslashes": reply(GOOD, insights=["\\" * (LONG // 2 - 500)]),
+}
+
+
+def processor_seconds(text: str) -> float:
+    began = time.thread_time()
+    with contextlib.suppress(BadReply):
+        taken(text)
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_no_reply_takes_the_square_of_its_length(name: str) -> None:
+    """The reader shares the interpreter with the device's driver.
+
+    A pattern that starts anew at each mark takes some 10,000 times what a long rationale does, and parsing again behind
+    each brace 1,000 times; now all stay below 60.
+    """
+    assert len(HARD[name]) <= LONGEST_REPLY
+    benign = min(processor_seconds(reply(offer(("model.depth", 2), rationale="so " * (LONG // 3)))) for _ in range(3))
+    assert processor_seconds(HARD[name]) < 400 * benign
+
+
+def test_thinking_is_no_part_of_the_reply() -> None:
+    """However it is written; what comes before, between and after counts, and a thought without end is none."""
+    draft = reply(offer(("model.depth", 8)))
+    text = f"<think>{draft}</think> so: <THINK>{draft}<think></THINK>{reply(GOOD)}<think>{{"
+    assert taken(text).proposals[0].diff == {"optim.learning_rate": 1e-3}
 
 
 # --- what is taken -----------------------------------------------------------------------------------------------
