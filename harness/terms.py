@@ -58,7 +58,7 @@ class CallEnded(Record):
     """Class of the failure, e.g. ``rate_limited``."""
     text: Prose | None = None
     sent: bool = True
-    """False: no connection came about, or the provider turned the request away, so that nothing was billed."""
+    """False: no connection came about, or what came back cannot have been billed: an error, a page, a redirect."""
 
 
 class Desk(Protocol):
