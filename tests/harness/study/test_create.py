@@ -86,6 +86,13 @@ def test_what_was_left_out_is_said(make: Callable[..., Any], texts: Path, tmp_pa
         assert line.endswith(f"; and 1 more, see {study.paths.data_report}.")
 
 
+def test_a_source_that_adds_nothing_is_refused(make: Callable[..., Any], texts: Path, tmp_path: Path) -> None:
+    """The same text under two names would give a weight that turns nothing; a part that is there already is told."""
+    with pytest.raises(BadInput, match=r"source (one|two) adds nothing to train on: .* duplicates"):
+        make(data=[f"one={texts}", f"two={texts}"])
+    assert not (tmp_path / "runs" / "night").exists()
+
+
 def test_the_encoded_data_is_shared(make: Callable[..., Any], tmp_path: Path) -> None:
     """A second study on the same text encodes nothing and takes no room."""
     one, two = make("one"), make("two", budget="6s")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from frozen.timer import Budget
+from harness import acting, cli
 from harness.audit import audit
 from harness.cli import main
 from harness.errors import CheckFailed, SealBroken, WrongUse
@@ -76,6 +77,24 @@ def test_a_winner_that_does_not_reproduce_is_not_trained_further(won: Night) -> 
     with pytest.raises(CheckFailed, match="does not reproduce"):
         runner.reproduced()
     assert len(trained(won)) == 2
+
+
+def test_seeds_that_did_not_agree_are_not_forgotten(won: Night, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever replays until a seed agrees is told of the others."""
+    won.launcher.shift = 0.5
+    refuted = replay_of(won).reproduce()
+    won.launcher.shift = 0.0
+    agreed = replay_of(won).reproduce()
+    assert list(acting._missed(won.study, agreed)) == [
+        f"Of 2 seeds of this config so far 1 lay outside: trial {refuted.trial} with {refuted.score:.4f}."
+    ]
+
+
+def test_a_full_run_of_hardly_any_steps_is_refused_before_anything_runs(won: Night) -> None:
+    """Like a study's own budget: nothing is trained, no folder is made."""
+    assert cli.main(["replay", str(won.study.paths.root), "--tokens", "10"]) == 2
+    assert [trial for trial in won.reader.trials() if trial.role is Role.FINAL] == []
+    assert not won.study.paths.replay.exists()
 
 
 def test_an_agreeing_reproduction_is_not_repeated(won: Night) -> None:

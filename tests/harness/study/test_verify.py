@@ -1,15 +1,22 @@
+import contextlib
 import json
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from frozen.timer import Budget
 from harness import checkpoints
 from harness.cli import main
+from harness.errors import SealBroken
 from harness.records import Failed, TrialState
+from harness.replay import Replay
 from harness.seal import tool_version
 from harness.study import load
+from harness.upgrade import inspect, tool_of
 from harness.verify import Finding, verify
+from harness.view import Silent
 
 Night = Any  # the fixture's class lives in conftest.py
 
@@ -184,3 +191,61 @@ def test_a_study_is_read_back(sound: Night) -> None:
     )
     assert again.seal.verify(thorough=True) == sound.study.seal.digest
     assert again.mark == sound.study.mark
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "UPDATE trials SET config = replace(config, 'precision', 'xrecision') WHERE id = 2",
+        "UPDATE proposals SET diff = '{' WHERE number = 1",
+        "UPDATE lineage SET config = '{' WHERE node = 1",
+    ],
+)
+def test_a_cell_that_reads_as_nothing_is_a_finding_and_hides_no_other(sound: Night, edit: str) -> None:
+    """Random damage to the file is named as a failed check, beside what else is wrong."""
+    flip(sound.study.paths.policy_toml)
+    sound.ledger.close()
+    with contextlib.closing(sqlite3.connect(sound.study.paths.ledger)) as raw:
+        raw.execute("PRAGMA ignore_check_constraints = ON")
+        for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            raw.execute(f"DROP TRIGGER {name}")
+        raw.execute(edit)
+        raw.commit()
+    findings = verify(sound.study, scorer=sound.launcher)
+    assert any("policy.toml has changed" in text for text in broken(findings))
+    assert any(finding.what in ("ledger", "checkpoint") and finding.state == "failed" for finding in findings)
+    assert findings[-1].state == "failed"
+
+
+def test_another_model_in_the_place_of_a_full_run_is_found(sound: Night) -> None:
+    """What the owner takes away is the one that was scored; its card may be edited."""
+    tool = tool_of(sound.study.seal, thorough=True)
+    replay = Replay(sound.study, tool, sound.ledger, sound.reader, sound.launcher, Silent())
+    replay.reproduce()
+    run = replay.full_run(Budget.parse("2Mtok"))
+    (run.model / "README.md").write_text("# mine")
+    assert broken(verify(sound.study, scorer=sound.launcher)) == []
+    (run.model / "model.safetensors").write_text("1.0")
+    assert any("is not the one that trial" in text for text in broken(verify(sound.study, scorer=sound.launcher)))
+
+
+def test_another_version_alone_is_an_upgrade(sound: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file need differ: what is not sealed may, and decides too. It is no longer the tool of the seal."""
+    versions = sound.study.seal.manifest.versions
+    assert versions["overnight"] == tool_version()
+    monkeypatch.setattr("harness.seal.PACKAGES", ("overnight",))
+    monkeypatch.setattr(
+        sound.study.seal,
+        "_manifest",
+        sound.study.seal.manifest.model_copy(update={"versions": {"overnight": "0.0.9"}, "tool": "0.0.9"}),
+    )
+    found = inspect(sound.study.seal, thorough=False)
+    assert found.upgrade is not None
+    assert "overnight 0.0.9 sealed the study" in found.upgrade.versions
+    with pytest.raises(SealBroken, match="overnight"):
+        sound.study.seal.verify()
+
+
+def test_the_rules_of_the_judge_are_sealed(sound: Night) -> None:
+    """A loosened rule must not pass for the study's."""
+    assert {"harness/judge.py", "harness/noise.py", "harness/walk.py"} <= sound.study.seal.manifest.code.keys()
