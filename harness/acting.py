@@ -278,7 +278,7 @@ def _refuse_too_few_steps(made: Study, budget: Budget) -> None:
     for standing in standings:
         refusal = made.policy.too_few_steps(standing.config, budget, made.vocabulary)
         if isinstance(refusal, Refusal):
-            raise BadValue(f"the full run is too short: {refusal.reason}")
+            raise BadValue(f"the full run is too short, give it a larger budget: {refusal.reason}")
 
 
 def _missed(made: Study, shown: Reproduction) -> Iterator[str]:
