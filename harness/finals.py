@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from frozen.timer import Budget
 from harness import checkpoints
@@ -93,17 +97,23 @@ class FinalRunner:
     ) -> Ending:
         """Train and score."""
         points: list[CurvePoint] = []
+        earlier = _points(paths.curve_jsonl) if resumable else []
         sensors, sensed = Sensors(self.study.device), NOTHING
 
         def on_point(point: CurvePoint) -> None:
             nonlocal sensed
             points.append(point)
+            with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
+                lines.write(point.model_dump_json() + "\n")
             self.view.point(number, point)
             sensed = sensors.read()
 
         job = train_order(self.study, config, seed=seed, budget=budget, folder=paths.train, resumable=resumable)
         trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
-        return self._score(config, paths, trained).observed(points, sensed)
+        resumed_at = points[0].step if points else 0
+        before = {point.step: point for point in earlier if point.step < resumed_at}
+        curve = [*(before[step] for step in sorted(before)), *points]
+        return self._score(config, paths, trained).observed(curve, sensed)
 
     def _score(self, config: TrialConfig, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
         if isinstance(trained, Failed):
@@ -119,3 +129,14 @@ class FinalRunner:
             return Ending.of_failed(scored, trained=trained)
         assert isinstance(scored, Scored)
         return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
+
+
+def _points(file: Path) -> list[CurvePoint]:
+    """Return the points of earlier runs of the same job; a last line that a death cut off is none."""
+    if not file.exists():
+        return []
+    points = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValidationError):
+            points.append(CurvePoint.model_validate_json(line))
+    return points

@@ -69,6 +69,11 @@ class ReplayPaths:
         return self.root / "train"
 
     @property
+    def curve_jsonl(self) -> Path:
+        """The learning curve, written as points arrive: a run that is resumed has the points from before too."""
+        return self.root / "curve.jsonl"
+
+    @property
     def model(self) -> Path:
         """The trained model with its tokenizer and card."""
         return self.root / "model"

@@ -97,6 +97,30 @@ def test_a_full_run_of_hardly_any_steps_is_refused_before_anything_runs(won: Nig
     assert not won.study.paths.replay.exists()
 
 
+def test_a_resumed_full_run_has_its_whole_curve(won: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points from before a death are there, those that ran again only once, and a line that was cut off is none."""
+    (point,) = won.reader.trial(replay_of(won).reproduce().trial).curve
+    run, early = won.launcher.run, point.model_copy(update={"step": 4, "progress": 0.4})
+
+    def dies(job: Any, **options: Any) -> Any:
+        options["on_point"](early)
+        options["on_point"](point)
+        raise RuntimeError("the driver dies")
+
+    monkeypatch.setattr(won.launcher, "run", dies)
+    with pytest.raises(RuntimeError, match="dies"):
+        replay_of(won).full_run(LONG)
+    monkeypatch.setattr(won.launcher, "run", run)
+    (lost,) = won.reader.open_trials()
+    died = Failed(state=TrialState.LOST, error_class=DRIVER_DIED, error_text="its driver died")
+    won.ledger.close_trial(lost.id, Ending.of_failed(died))
+    (file,) = won.study.paths.replay.glob("*/curve.jsonl")
+    with file.open("a") as lines:
+        lines.write('{"progress": 0.')
+    found = replay_of(won).full_run(LONG)
+    assert won.reader.trial(found.best.trial).curve == (early, point)
+
+
 def test_an_agreeing_reproduction_is_not_repeated(won: Night) -> None:
     """A resumed full run does not start with another reproduction."""
     found = replay_of(won).reproduce()
