@@ -58,7 +58,7 @@ class Signals:
 
 def signals_of(trial: Trial) -> Signals:
     """Return what one trial shows."""
-    probes = [(p.progress, p.probe_bits_per_byte) for p in trial.curve if p.probe_bits_per_byte is not None]
+    probes = [(p.progress, p.probe_score) for p in trial.curve if p.probe_score is not None]
     losses = [(p.progress, p.train_loss) for p in trial.curve if p.train_loss is not None]
     norms = [p.gradient_norm for p in trial.curve if p.gradient_norm is not None and math.isfinite(p.gradient_norm)]
     late = _late_share(probes)
@@ -108,5 +108,5 @@ def _gap(trial: Trial, probes: Sequence[tuple[float, float]], losses: Sequence[t
 
 def _probe_at(curve: Sequence[CurvePoint], look: float) -> float | None:
     """Return the probe at the last point up to ``look`` of the budget; the end may fall short of it by half a step."""
-    upto = [p for p in curve if p.probe_bits_per_byte is not None and (p.progress <= look + 0.005 or look == 1)]
-    return upto[-1].probe_bits_per_byte if upto else None
+    upto = [p for p in curve if p.probe_score is not None and (p.progress <= look + 0.005 or look == 1)]
+    return upto[-1].probe_score if upto else None

@@ -65,7 +65,7 @@ def _loads(trials: Sequence[Trial], vocabulary: int | None, chosen: Callable[[Tr
         if chosen(trial):
             batch, model = trial.config.batch, trial.config.model
             tokens = batch.per_device * batch.sequence_length
-            known = trial.parameters if vocabulary is None else model.parameters(vocabulary)
+            known = trial.parameters if vocabulary is None or model is None else model.parameters(vocabulary)
             found.setdefault((model, tokens), Load(trial, tokens, known))
     return list(found.values())
 

@@ -247,11 +247,12 @@ def _loads(some: Iterable[Load]) -> str:
 def _load(load: Load) -> str:
     batch, model = load.trial.config.batch, load.trial.config.model
     parameters = "" if load.parameters is None else f", {load.parameters:,} parameters"
+    shape = "" if model is None else f", depth {model.depth}, width {model.width}"
     peak = load.trial.peak_memory_bytes
     memory = "" if peak is None else f", peak {size(peak)}"
     return (
         f"{batch.per_device} × {batch.sequence_length} = {load.pass_tokens:,} tokens per pass"
-        f" ({batch.tokens_per_step:,} per step), depth {model.depth}, width {model.width}{parameters}{memory}"
+        f" ({batch.tokens_per_step:,} per step){shape}{parameters}{memory}"
         f" ({_whose(load.trial)})"
     )
 

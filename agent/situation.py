@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from agent.curves import LOOKS, Signals, signals_of
 from agent.prose import NOTHING, changes, number, one_line, share, size, value, word
 from agent.view import View, node_name
-from harness.config import Knob
+from harness.config import Knob, Value, told
 from harness.records import BASELINE, History, Standing, Trial
 
 BUDGETS = {
@@ -126,7 +126,9 @@ def knobs(view: View) -> list[str]:
             f"| {word(knob.name)} | {value(now)}{idle} | {start} | {_allowed(knob)} | {turned[knob.name]}×"
             f" | {one_line(knob.watch, WATCH_CHARACTERS)} |"
         )
-    fixed = {name: item for name, item in base.items() if name not in history.knobs}
+    standing = history.incumbent or history.baseline
+    chosen = {} if standing is None else told(standing.config)
+    fixed = {name: item for name, item in chosen.items() if name not in history.knobs}
     if fixed:
         lines.append("Fixed: " + ", ".join(f"{word(name)} = {value(item)}" for name, item in fixed.items()) + ".")
     return lines
@@ -220,8 +222,12 @@ def _allowed(knob: Knob) -> str:
         else f"{knob.low:g} to {knob.high:g}{', whole' if knob.type == 'int' else ''}"
         + (", log scale" if knob.scale == "log" else "")
     )
-    needs = " and ".join(f"{word(name)} = {value(wanted)}" for name, wanted in knob.when.items())
+    needs = " and ".join(f"{word(name)} = {_any_of(wanted)}" for name, wanted in knob.when.items())
     return text + (f"; only with {needs}" if needs else "")
+
+
+def _any_of(wanted: Value | tuple[Value, ...]) -> str:
+    return " or ".join(map(value, wanted)) if isinstance(wanted, tuple) else value(wanted)
 
 
 def _chain(history: History) -> list[int]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from harness.config import Diff, Knob, TrialConfig, Value, apply, difference, flatten
+from harness.config import Diff, Knob, TrialConfig, Value, active_difference, apply, flatten, settled
 from harness.errors import BadValue, UnknownKnob
 from harness.records import History, Past, Proposal, ProposalState, Role, Trial
+from harness.sizes import flops_per_token
 
 SIGNIFICANT_DIGITS = 3
 """Of a proposed number: people read them, and no training run tells 0.00123 from 0.0012345."""
@@ -61,14 +62,11 @@ class Space:
             wanted = {name: self.knobs[name].check(value) for name, value in values.items()}
             flat = flatten(apply(self.base, wanted))
             active = {name: value for name, value in wanted.items() if self.knobs[name].is_active(flat)}
-            config = apply(self.base, active)
+            config = settled(apply(self.base, active), self.knobs)
         except (BadValue, UnknownKnob):  # knobs that do not go together, such as width and heads
             return None
-        diff = difference(self.base, config)
+        diff = active_difference(self.base, config, self.knobs)
         if not 1 <= len(diff) <= self.history.max_changes or config.digest in self.known:
-            return None
-        flat = flatten(config)
-        if not all(self.knobs[name].is_active(flat) for name in diff):
             return None
         steps = self.steps(config)
         return None if steps is not None and steps < self.history.minimum_steps else Step(diff, config)
@@ -85,15 +83,18 @@ class Space:
         entries = vocabulary(self.history)
         if not budget.endswith("flop") or entries is None:
             return None
-        per_step = 6 * config.model.parameters(entries) * config.batch.tokens_per_step
+        per_token = flops_per_token(config, vocabulary=entries, base=self.history.base)
+        per_step = per_token * config.batch.tokens_per_step
         return float(budget.removesuffix("flop")) / per_step
 
 
 def vocabulary(history: History) -> int | None:
     """Return the entries of the study's tokenizer, solved for from a trial's parameters; None before the first one."""
+    if history.base is not None:
+        return history.base.vocabulary
     for trial in trials(history):
         if trial.parameters is not None:
-            model = trial.config.model
+            model = trial.config.shape
             return (trial.parameters - model.parameters(0)) // model.width
     return None
 
@@ -146,7 +147,7 @@ def config_of(past: Past, history: History, base: TrialConfig) -> TrialConfig | 
     if parent is None:
         return None
     try:
-        return apply(parent, past.proposal.diff)
+        return settled(apply(parent, past.proposal.diff), history.knobs)
     except (BadValue, UnknownKnob):  # refused for just that
         return None
 

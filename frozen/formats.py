@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Format = Literal["auto", "text", "jsonl"]
+Format = Literal[
+    "auto", "text", "jsonl", "alpaca", "chat", "prompt_completion", "preference", "csv", "parquet", "saved"
+]
 
 TEXT_SUFFIXES = frozenset(
     {

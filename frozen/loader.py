@@ -22,8 +22,8 @@ import torch
 
 from frozen.tokens import EncodedSplit
 
-Order = Literal["shuffled", "short_to_long"]
-_ORDERS = ("shuffled", "short_to_long")
+Order = Literal["shuffled", "short_to_long", "easy_to_hard"]
+_ORDERS = ("shuffled", "short_to_long", "easy_to_hard")
 
 
 class Batches:

@@ -1,6 +1,6 @@
 """Encoded splits: every document's tokens once, in arrays that a process maps instead of reading.
 
-A split is a folder of five files. ``tokens.npy`` holds all documents' tokens one after another, without separators:
+A split is a folder of a few files. ``tokens.npy`` holds all documents' tokens one after another, without separators:
 the loader and the evaluation put one before each document, so neither can disagree with the file about it.
 ``bytes.npy`` holds each document's UTF-8 bytes as counted in the raw text, never derived from tokens (a decoded lone
 byte becomes a three-byte replacement character, and a score per byte is then too low). Documents lie in the order of
@@ -31,6 +31,9 @@ SEPARATOR = "<|endoftext|>"
 LEAST_VOCABULARY = 257
 """256 bytes and the separator: any text can be encoded."""
 LARGEST_VOCABULARY = 1 << 20
+CONTEXT, ANSWER, END = 0, 1, 2
+"""Marks of a token in a conversation: given, part of an answer (trained on and scored), or what the chat template puts
+after an answer to end it (trained on, so that the model learns to stop, but no byte of the answer: not scored)."""
 _RECIPE = 1
 """Counts changes of how sources become arrays; part of the cache's digest."""
 _RAW_TEXT = ("val", "holdout")
@@ -54,6 +57,12 @@ class EncodedSplit:
     """Token that stands before every document."""
     vocabulary: int
     """Width of the logits; every token is below it."""
+    marks: npt.NDArray[np.uint8] | None = None
+    """[tokens]: `CONTEXT`, `ANSWER` or `END`. None: plain text, every token is trained on and scored."""
+    pairs: bool = False
+    """Preferences: documents 2 i and 2 i + 1 are the chosen and the rejected answer to one prompt."""
+    general: tuple[str, ...] = ()
+    """Those of `sources` that are trained on against forgetting only: general-domain text."""
 
     @property
     def documents(self) -> int:
@@ -76,6 +85,9 @@ class EncodedSplit:
             sources=tuple(meta["sources"]),
             separator=meta["separator"],
             vocabulary=meta["vocabulary"],
+            marks=_map(folder / "marks.npy") if meta.get("marked", False) else None,
+            pairs=meta.get("pairs", False),
+            general=tuple(meta.get("general", ())),
         )
         problem = split._contradiction()
         if problem is not None:
@@ -97,6 +109,19 @@ class EncodedSplit:
             return f"a document comes from a source that is none of the {len(self.sources)} named"
         if not 0 <= self.separator < self.vocabulary:
             return f"separator {self.separator} lies outside the vocabulary of {self.vocabulary}"
+        if self.pairs and (self.documents % 2 or self.marks is None):
+            return "its preference pairs are not marked, or one lacks its other half"
+        if not set(self.general) <= set(self.sources):
+            return f"general sources {', '.join(self.general)} are not all among the {len(self.sources)} named"
+        return self._contradiction_of_marks()
+
+    def _contradiction_of_marks(self) -> str | None:
+        if self.marks is None:
+            return None
+        if str(self.marks.dtype) != "uint8" or self.marks.shape != self.tokens.shape or self.marks.max() > END:
+            return f"marks of {self.marks.dtype}{list(self.marks.shape)} do not fit {len(self.tokens)} tokens"
+        if (np.add.reduceat((self.marks == ANSWER).astype(np.int64), self.offsets[:-1]) < 1).any():
+            return "a document has no answer to score"
         return None
 
 
@@ -114,8 +139,13 @@ def write_split(
     sources: tuple[str, ...],
     separator: int,
     vocabulary: int,
+    marks: Iterable[npt.ArrayLike] | None = None,
+    pairs: bool = False,
+    general: tuple[str, ...] = (),
 ) -> EncodedSplit:
-    """Write a split's five files into a new folder, each on disk when this returns, and map it.
+    """Write a split's files into a new folder, each on disk when this returns, and map it.
+
+    ``byte_counts`` are of what is scored: the text, or the answers where there are ``marks``, one array per document.
 
     The folder is not published whole by this function: `prepare` does that for all splits together.
     """
@@ -134,12 +164,18 @@ def write_split(
         "bytes": np.array(list(byte_counts), dtype=np.int64),
         "source_ids": np.array(list(source_ids), dtype=np.int16),
     }
+    if marks is not None:
+        arrays["marks"] = np.concatenate([np.asarray(part, dtype=np.uint8) for part in marks])
     for name, array in arrays.items():
         with (folder / f"{name}.npy").open("wb") as file:
             np.save(file, array, allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
-    meta = {"separator": separator, "vocabulary": vocabulary, "sources": list(sources)}
+    meta: dict[str, Any] = {"separator": separator, "vocabulary": vocabulary, "sources": list(sources)}
+    if marks is not None:
+        meta |= {"marked": True, "pairs": pairs}
+    if general:
+        meta["general"] = list(general)
     write_text_durably(folder / "split.json", json.dumps(meta, indent=1) + "\n")
     return EncodedSplit.load(folder)
 

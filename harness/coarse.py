@@ -203,7 +203,7 @@ def _point(point: CurvePoint, noise: Noise | None) -> Point:
         progress=round(point.progress, 3),
         step=point.step,
         train_loss=_significant(point.train_loss, 4),
-        probe=rounded(point.probe_bits_per_byte, noise),
+        probe=rounded(point.probe_score, noise),
         learning_rate=_significant(point.learning_rate, 4),
         gradient_norm=_significant(point.gradient_norm, 4),
     )

@@ -11,17 +11,31 @@ import difflib
 import hashlib
 import json
 import math
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from typing_extensions import TypeIs
 
 from harness.errors import BadValue, UnknownKnob
 
+Task = Literal["pretrain", "continue", "sft", "dpo"]
+"""A fresh model on text; a base model on text; on answers; on preference pairs."""
 Value = bool | int | float | str
 Diff = Mapping[str, Value]
 
+Optimizer = Literal[
+    "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion", "adafactor", "schedule_free", "muon"
+]
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101), with states in 8 bits (Dettmers et al., arXiv 2110.02861), paged to
+the host, or both; Lion (Chen et al., arXiv 2302.06675); Adafactor (Shazeer and Stern, arXiv 1804.04235); schedule-free
+AdamW (Defazio et al., arXiv 2405.15682); Muon for matrices within the blocks (Jordan et al., 2024) beside AdamW."""
+Targets = Literal["query_value", "attention", "attention_mlp", "all_linear"]
+PreferenceLoss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "apo_zero", "apo_down"
+]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 WEIGHT_PREFIX = "sampling.weights."
 SHOWN_INPUT = 80
@@ -35,8 +49,9 @@ class Section(BaseModel):
 
 
 class Optim(Section):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and gradient clipping."""
+    """The optimizer, its step, and gradient clipping."""
 
+    name: Optimizer = "adamw"
     learning_rate: Annotated[float, Field(gt=0, le=1)]
     """Peak rate of the schedule."""
     weight_decay: Annotated[float, Field(ge=0, le=1)]
@@ -70,6 +85,8 @@ class Batch(Section):
     """Forward passes per optimizer step."""
     sequence_length: Annotated[int, Field(ge=8, le=131072)]
     """Tokens per training sequence. Evaluation has its own, sealed context."""
+    packing: bool = True
+    """Fill every sequence to its end; else one document per row, cut at ``sequence_length`` and padded."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -107,6 +124,52 @@ class Model(Section):
         return self
 
 
+class Adapter(Section):
+    """A low-rank adapter beside frozen weights (LoRA: Hu et al., arXiv 2106.09685), as PEFT makes it."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)]
+    alpha: Annotated[float, Field(gt=0, le=1e5)] | None = None
+    """What the update is scaled by, before it is divided by the rank (by its root with rsLoRA)."""
+    alpha_ratio: Annotated[float, Field(gt=0, le=1e3)] | None = None
+    """Alpha as a multiple of the rank, in the place of ``alpha``: then the scale stays when the rank turns."""
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    targets: Targets
+    """Which linear layers get an adapter; ``all_linear`` is every one but the output head."""
+    rslora: bool = False
+    """Divide by the root of the rank (Kalajdzievski, arXiv 2312.03732)."""
+    dora: bool = False
+    """Learn magnitude and direction apart (Liu et al., arXiv 2402.09353)."""
+    initialisation: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
+
+    @property
+    def scaled_alpha(self) -> float:
+        """Alpha itself, whichever way it was given."""
+        return self.alpha if self.alpha is not None else (self.alpha_ratio or 0) * self.rank
+
+    @model_validator(mode="after")
+    def _one_alpha(self) -> Self:
+        if (self.alpha is None) == (self.alpha_ratio is None):
+            raise ValueError("give one of adapter.alpha and adapter.alpha_ratio")
+        return self
+
+
+class Preference(Section):
+    """Direct preference optimisation (Rafailov et al., arXiv 2305.18290)."""
+
+    beta: Annotated[float, Field(gt=0, le=10)]
+    """How closely training holds the model to its base. The evaluation has its own, sealed beta."""
+    loss: PreferenceLoss
+
+
+class Regularization(Section):
+    """What is made harder so that less is learnt by heart."""
+
+    neftune_alpha: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Noise on the embeddings (NEFTune: Jain et al., arXiv 2310.05914); 0: none."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of the next token, or, with preferences, the share of pairs taken to be labelled the wrong way."""
+
+
 class SourceWeight(Section):
     """Relative weight of one source in the training stream."""
 
@@ -119,7 +182,12 @@ class Sampling(Section):
 
     fraction: Annotated[float, Field(gt=0, le=1)]
     """Share of the training documents, nested by content hash: a smaller share is a subset of a larger one."""
-    order: Literal["shuffled", "short_to_long"]
+    order: Literal["shuffled", "short_to_long", "easy_to_hard"]
+    """``easy_to_hard``: by mean surprisal of the tokens under their own frequencies (Platanios et al., 1903.09848)."""
+    temperature: Annotated[float, Field(ge=1, le=100)] = 1.0
+    """A source counts by its weighted size to the power 1 / temperature: above 1 small sources come oftener."""
+    general_fraction: Annotated[float, Field(ge=0, le=0.9)] = 0.0
+    """Share of the tokens that come from the sources marked ``general``, against forgetting."""
     weights: tuple[SourceWeight, ...] = ()
     """Empty: every source in proportion to its size."""
 
@@ -140,14 +208,40 @@ class TrialConfig(Section):
     optim: Optim
     schedule: Schedule
     batch: Batch
-    model: Model
+    model: Model | None = None
+    """Of a fresh model; None where a base model is trained."""
+    method: Literal["full", "lora"] = "full"
+    """Whether all weights are trained, or an adapter beside them."""
+    quantization: Literal["none", "nf4", "nf4_double"] = "none"
+    """How the frozen weights are held (QLoRA: Dettmers et al., arXiv 2305.14314); only beside an adapter."""
+    adapter: Adapter | None = None
+    preference: Preference | None = None
+    regularization: Regularization = Regularization()
     sampling: Sampling
     precision: Literal["fp32", "bf16"]
-    """Arithmetic of the forward and backward passes; master weights stay in fp32."""
+    """Arithmetic of the forward and backward passes. Trained weights stay in fp32; frozen ones are held in it."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: about a third more time for much less memory."""
+
+    @property
+    def shape(self) -> Model:
+        """The fresh model's shape; only asked for where there is one."""
+        assert self.model is not None, "a base model has no shape of its own in the config"
+        return self.model
+
+    @model_validator(mode="after")
+    def _method_fits(self) -> Self:
+        if self.method == "lora" and self.adapter is None:
+            raise ValueError("method 'lora' needs an adapter: adapter.rank and the others")
+        if self.quantization != "none" and self.method != "lora":
+            raise ValueError(f"quantization {self.quantization!r} needs method 'lora': 4-bit weights are not trained")
+        if self.model is not None and self.method == "lora":
+            raise ValueError("method 'lora' adapts a base model; a fresh one has nothing to keep")
+        return self
 
     def canonical_json(self) -> str:
         """Return the one text that stands for this config."""
-        return json.dumps(flatten(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return json.dumps(told(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @property
     def digest(self) -> str:
@@ -156,9 +250,12 @@ class TrialConfig(Section):
 
 
 def flatten(config: TrialConfig) -> dict[str, Value]:
-    """Return the config as knob names and values, e.g. ``{"optim.learning_rate": 0.0003, ...}``, in a fixed order."""
+    """Return the config as knob names and values, e.g. ``{"optim.learning_rate": 0.0003, ...}``, in a fixed order.
+
+    What is None (a section that the task does not need, the other of two spellings) is left out.
+    """
     flat: dict[str, Value] = {}
-    for name, section in config.model_dump().items():
+    for name, section in config.model_dump(exclude_none=True).items():
         if not isinstance(section, dict):
             flat[name] = section
             continue
@@ -168,6 +265,15 @@ def flatten(config: TrialConfig) -> dict[str, Value]:
             else:
                 flat[f"{name}.{key}"] = value
     return dict(sorted(flat.items()))
+
+
+def told(config: TrialConfig) -> dict[str, Value]:
+    """Return the flattened config without the values that equal their field's default.
+
+    A default means what was done before the field was there, so configs keep their identity when hyperparameters are
+    added, and a reader is not told of what nobody chose.
+    """
+    return {name: value for name, value in flatten(config).items() if _DEFAULTS.get(name, _TOLD) != value}
 
 
 def unflatten(flat: Mapping[str, Value]) -> TrialConfig:
@@ -204,11 +310,28 @@ def explain(error: ValidationError) -> str:
 
 def apply(config: TrialConfig, diff: Diff) -> TrialConfig:
     """Return ``config`` with the knobs of ``diff`` turned; `UnknownKnob` or `BadValue` say what does not fit."""
-    flat = flatten(config)
+    known = hyperparameters()
     for name in diff:
-        if name not in flat and not name.startswith(WEIGHT_PREFIX):
-            raise UnknownKnob(f"unknown knob {name!r}{nearest(name, flat)}")
-    return unflatten(flat | dict(diff))
+        if name not in known and not name.startswith(WEIGHT_PREFIX):
+            raise UnknownKnob(f"unknown knob {name!r}{nearest(name, known)}")
+    return unflatten(flatten(config) | dict(diff))
+
+
+def settled(config: TrialConfig, knobs: Mapping[str, Knob]) -> TrialConfig:
+    """Return the config with every knob that has no meaning in it at its default: equal trainings have equal configs.
+
+    A LoRA rank means nothing where all weights are trained; left at what it was, it would tell apart what is the same.
+    """
+    flat = flatten(config)
+    idle = {name: knob.default for name, knob in knobs.items() if name in flat and not knob.is_active(flat)}
+    return apply(config, idle) if any(flat[name] != value for name, value in idle.items()) else config
+
+
+def active_difference(parent: TrialConfig, child: TrialConfig, knobs: Mapping[str, Knob]) -> dict[str, Value]:
+    """Return the diff that turns ``parent`` into ``child``, without what has no meaning in the child."""
+    flat = flatten(child)
+    changed = difference(parent, child)
+    return {name: value for name, value in changed.items() if name not in knobs or knobs[name].is_active(flat)}
 
 
 def difference(parent: TrialConfig, child: TrialConfig) -> dict[str, Value]:
@@ -240,8 +363,8 @@ class Knob(BaseModel):
     choices: tuple[Value, ...] = ()
     """Allowed values of a ``choice``, in their natural order where they have one."""
     default: Value
-    when: dict[str, Value] = Field(default_factory=dict)
-    """Other knobs' values under which this one has a meaning; empty: always."""
+    when: dict[str, Value | tuple[Value, ...]] = Field(default_factory=dict)
+    """Other hyperparameters' values, one or several each, under which this one has a meaning; empty: always."""
     watch: str
     """What to look at to know whether turning it worked."""
 
@@ -286,8 +409,35 @@ class Knob(BaseModel):
 
     def is_active(self, flat: Mapping[str, Value]) -> bool:
         """Tell whether the knob has a meaning in a config, given flattened."""
-        return all(flat.get(name) == value for name, value in self.when.items())
+        return all(
+            flat.get(name) in (wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in self.when.items()
+        )
 
 
 def _is_number(value: object) -> TypeIs[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def hyperparameters() -> dict[str, FieldInfo]:
+    """Return every hyperparameter of a config by its dotted name, source weights aside; of optional sections too."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in TrialConfig.model_fields.items():
+        section = section_of(field)
+        if section is None:
+            found[name] = field
+        else:
+            found |= {f"{name}.{key}": leaf for key, leaf in section.model_fields.items() if key != "weights"}
+    return found
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section that a field of a config holds, also where it may be None; None for a plain value."""
+    kinds = typing.get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+_TOLD = object()
+"""Stands for "no default": equal to no value."""
+_DEFAULTS: Mapping[str, object] = {
+    name: field.default for name, field in hyperparameters().items() if not field.is_required()
+}

@@ -45,7 +45,11 @@ def expectations(
         lines.append("WARNING: no sandbox on this kernel. Jobs run unconfined; every row is stamped `plain`.")
     else:
         lines.append(f"Sandbox: {tier}; a job writes to its own folder only, without network and without keys.")
-    readable = [source.name for source in study.file.study.data if is_readable_by_jobs(Path(source.path))]
+    readable = [
+        source.name
+        for source in study.file.study.data
+        if source.path is not None and is_readable_by_jobs(Path(source.path))
+    ]
     if readable:
         lines.append(
             f"Note: the text of {', '.join(readable)} lies where every Python process reads (the interpreter or the"

@@ -249,7 +249,7 @@ def _bar(running: Running | None, at: Pace | None) -> RenderableType:
     for _ in range(4):
         line.add_column(no_wrap=True)
     point = running.point
-    probe = "" if point is None or point.probe_bits_per_byte is None else f"probe {point.probe_bits_per_byte:.4f}"
+    probe = "" if point is None or point.probe_score is None else f"probe {point.probe_score:.4f}"
     left = "starting" if at.seconds_left is None else f"{words.duration(at.seconds_left)} left"
     bar = ProgressBar(total=1.0, completed=at.progress or 0.0, width=24, pulse=at.progress is None)
     line.add_row(Text(f"trial {running.trial.id}: {words.purpose(running.trial)}", style="bold"), bar, left, probe)

@@ -13,6 +13,8 @@ RUNS = Path("runs")
 DEMO = "demo"
 """Name of the study that `overnight run` makes when there is none."""
 SPLITS = ("train", "probe", "val", "holdout")
+GUARD = "guard"
+"""The split of the guard set, beside the four."""
 
 
 def cache_folder(runs: Path) -> Path:
@@ -156,6 +158,11 @@ class StudyPaths:
     def tokenizer(self) -> Path:
         """Tokenizer folder in the transformers layout."""
         return self.root / "data" / "tokenizer"
+
+    @property
+    def base(self) -> Path:
+        """The prepared base model, in the transformers layout, with its facts in base.json; absent for a fresh one."""
+        return self.root / "data" / "base"
 
     def split(self, name: str) -> Path:
         """Folder of one split's token arrays."""

@@ -8,7 +8,6 @@ gate, and what is turned away gets a sentence that says why, with the number or 
 from __future__ import annotations
 
 import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +21,28 @@ from harness.config import (
     WEIGHT_PREFIX,
     Knob,
     Section,
+    Task,
     TrialConfig,
     Value,
+    active_difference,
     apply,
     difference,
     explain,
     flatten,
+    hyperparameters,
     nearest,
+    settled,
     unflatten,
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
 from harness.records import JudgeRules, Proposal
+from harness.sizes import BaseFacts, flops_per_token
 from harness.toml import read_toml, refuse_unknown_keys
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
 """A knob of this name stands for one weight per source, where a study has several sources."""
-FLOPS_PER_PARAMETER_AND_TOKEN = 6
-"""Forward and backward pass of a dense transformer (Kaplan et al., arXiv 2001.08361, section 2.1)."""
+SECTIONS_OF_TASKS: Mapping[str, tuple[Task, ...]] = {"model": ("pretrain",), "preference": ("dpo",)}
+"""Sections of a config that only some tasks have, and these must."""
 
 
 class ProposalRules(Section):
@@ -68,6 +72,8 @@ class Refusal:
 class Policy(Section):
     """What a policy file says, complete and checked: every hyperparameter is either a knob or fixed."""
 
+    tasks: Annotated[tuple[Task, ...], Field(min_length=1)] = ("pretrain",)
+    """What the policy is for; the first is meant where a person names none."""
     knobs: dict[str, Knob]
     """What the search may turn, by dotted name."""
     fixed: dict[str, Value] = Field(default_factory=dict)
@@ -106,20 +112,45 @@ class Policy(Section):
 
     def _check_names(self) -> None:
         """Refuse a name that does not exist, is set twice or not at all, and a condition that no knob can fulfil."""
-        fields = dict(_fields())
+        fields = hyperparameters()
         given = [*self.knobs, *self.fixed]
         for name in given:
             if name not in fields and not name.startswith(WEIGHT_PREFIX):
                 raise BadInput(f"unknown knob {name!r}{nearest(name, fields)}")
         if twice := sorted(set(self.knobs) & set(self.fixed)):
             raise BadInput(f"{twice[0]} is both a knob and fixed: choose one")
-        if missing := sorted(set(fields) - set(given)):
+        self._check_sections(given)
+        used = {name.partition(".")[0] for name in given}
+        needed = {
+            name
+            for name, field in fields.items()
+            if field.is_required() and (_is_in_every_config(name) or name.partition(".")[0] in used)
+        }
+        if missing := sorted(needed - set(given)):
             raise BadInput(f"{', '.join(missing)}: give a value under [fixed], or make it a knob")
         for knob in self.knobs.values():
-            for name, value in knob.when.items():
-                if name not in self.knobs or name == knob.name:
-                    raise BadInput(f"knob {knob.name}: `when` names {name!r}, no other knob{nearest(name, self.knobs)}")
-                self.knobs[name].check(value)
+            for name, wanted in knob.when.items():
+                if name == knob.name or name not in given:
+                    raise BadInput(f"knob {knob.name}: `when` names {name!r}, no other knob{nearest(name, given)}")
+                for value in wanted if isinstance(wanted, tuple) and name in self.knobs else ():
+                    self.knobs[name].check(value)
+                if not isinstance(wanted, tuple) and name in self.knobs:
+                    self.knobs[name].check(wanted)
+
+    def _check_sections(self, given: Sequence[str]) -> None:
+        """Refuse tasks that want different sections, a section that the tasks do not have, and one that is missing."""
+        for section, tasks in SECTIONS_OF_TASKS.items():
+            having = [task for task in self.tasks if task in tasks]
+            there = [name for name in given if name.startswith(section + ".")]
+            if having and len(having) < len(self.tasks):
+                raise BadInput(
+                    f"tasks {', '.join(self.tasks)} need different policies: only {having[0]} has {section}.*"
+                )
+            if there and not having:
+                raise BadInput(f"{there[0]} means nothing for the task {self.tasks[0]}")
+            if having and not there:
+                needs = [name for name in hyperparameters() if name.startswith(section + ".")]
+                raise BadInput(f"{', '.join(needs)}: give a value under [fixed], or make it a knob")
 
     def _check_weights(self, sources: Sequence[str]) -> None:
         """Refuse weights for some sources only: the loader mixes by shares, and a share needs all of them."""
@@ -137,11 +168,11 @@ class Policy(Section):
 
     def _check_bounds(self) -> None:
         """Refuse a range that no config can hold, or the search would run into refusals of our own."""
-        fields = dict(_fields())
+        fields = hyperparameters()
         for knob in self.knobs.values():
             if knob.name not in fields:
                 continue
-            holder = fields[knob.name]
+            holder = _holder(fields[knob.name])
             for value in (*knob.choices, knob.low, knob.high):
                 if value is None:
                     continue
@@ -163,10 +194,10 @@ class Policy(Section):
             if name not in flat:
                 raise UnknownKnob(f"unknown knob {name!r}{nearest(name, flat)}")
             flat[name] = self.knobs[name].check(value) if name in self.knobs else value
-        return unflatten(flat)
+        return settled(unflatten(flat), self.knobs)
 
     def admit(
-        self, proposal: Proposal, parent: TrialConfig, *, budget: Budget, vocabulary: int
+        self, proposal: Proposal, parent: TrialConfig, *, budget: Budget, vocabulary: int, base: BaseFacts | None
     ) -> TrialConfig | Refusal:
         """Return the config that a proposal makes of its parent's, or why it may not run.
 
@@ -183,24 +214,26 @@ class Policy(Section):
             except BadValue as error:
                 return Refusal(str(error))
         try:
-            config = apply(parent, diff)
+            turned = apply(parent, diff)
         except BadValue as error:
             return Refusal(str(error).removeprefix("not a trial config: "))
-        changed = difference(parent, config)
+        flat = flatten(turned)
+        for name in difference(parent, turned):
+            if not self.knobs[name].is_active(flat):
+                return Refusal(f"{name} means nothing here: it needs {_needs(self.knobs[name])}")
+        config = settled(turned, self.knobs)
+        changed = active_difference(parent, config, self.knobs)
         if not changed:
             return Refusal("the diff changes nothing: every knob in it has that value already")
         if len(changed) > self.proposals.max_changes:
             return Refusal(
                 f"{len(changed)} knobs changed ({', '.join(changed)}); the policy allows {self.proposals.max_changes}"
             )
-        flat = flatten(config)
-        for name in changed:
-            if not self.knobs[name].is_active(flat):
-                needs = " and ".join(f"{gate} = {value!r}" for gate, value in self.knobs[name].when.items())
-                return Refusal(f"{name} means nothing here: it needs {needs}")
-        return self.too_few_steps(config, budget, vocabulary) or config
+        return self.too_few_steps(config, budget, vocabulary, base) or config
 
-    def too_few_steps(self, config: TrialConfig, budget: Budget, vocabulary: int) -> Refusal | None:
+    def too_few_steps(
+        self, config: TrialConfig, budget: Budget, vocabulary: int, base: BaseFacts | None
+    ) -> Refusal | None:
         """Return why a config gets too few optimizer steps within the budget, or None; a baseline is asked this too."""
         batch = config.batch
         if budget.kind == "seconds":  # how many steps fit is only known after they ran
@@ -208,9 +241,9 @@ class Policy(Section):
         per_step = batch.tokens_per_step
         cost, unit = float(per_step), f"{per_step} tokens"
         if budget.kind == "flops":
-            factor, parameters = FLOPS_PER_PARAMETER_AND_TOKEN, config.model.parameters(vocabulary)
-            cost *= factor * parameters
-            unit += f" × {factor} × {parameters} parameters = {cost:.3g} flops"
+            per_token = flops_per_token(config, vocabulary=vocabulary, base=base)
+            cost *= per_token
+            unit += f" × {per_token:.3g} flops = {cost:.3g} flops"
         product = f"{batch.per_device} sequences × {batch.accumulation} passes × {batch.sequence_length} tokens"
         steps = budget.amount / cost
         if steps >= self.proposals.minimum_steps:
@@ -266,19 +299,19 @@ def _named(knobs: Mapping[str, Any], sources: Sequence[str]) -> Iterator[tuple[s
                 yield WEIGHT_PREFIX + source, {**table, "name": WEIGHT_PREFIX + source}
 
 
-def _fields() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the dotted name of every hyperparameter with a model of one field, ``value``, that holds its bounds."""
-    for name, field in TrialConfig.model_fields.items():
-        inner = typing.cast("type", field.annotation)
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            for key, leaf in inner.model_fields.items():
-                if name + "." + key + "." != WEIGHT_PREFIX:
-                    yield f"{name}.{key}", _holder(leaf)
-        else:
-            yield name, _holder(field)
+def _is_in_every_config(name: str) -> bool:
+    """Tell whether a hyperparameter lies in no section that may be left out."""
+    return TrialConfig.model_fields[name.partition(".")[0]].is_required()
+
+
+def _needs(knob: Knob) -> str:
+    """Say under which values of others a knob has a meaning."""
+    wants = {name: wanted if isinstance(wanted, tuple) else (wanted,) for name, wanted in knob.when.items()}
+    return " and ".join(f"{name} = {' or '.join(map(repr, values))}" for name, values in wants.items())
 
 
 def _holder(field: Any) -> type[BaseModel]:
+    """Return a model of one field, ``value``, that holds a hyperparameter's bounds."""
     kind = field.annotation
     assert kind is not types.NoneType
     return create_model("Holder", value=(kind, field))

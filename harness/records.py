@@ -17,7 +17,12 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.config import Knob, TrialConfig, Value
+from harness.sizes import BaseFacts
 
+LARGEST_EXPONENT = 690.0
+"""exp() of more overflows."""
+UNTRAINED = "untrained"
+"""What stands for the budget of a trial of role ``reference``."""
 BASELINE = 0
 """The lineage node that every search starts from; proposals are numbered from 1."""
 
@@ -47,7 +52,7 @@ class AbortIf(Record):
     """A proposal's own condition for giving up on its screening run; the harness enforces it at the probe points."""
 
     probe_above: Annotated[float, Field(gt=0)]
-    """Bits per byte of the probe split above which the run ends."""
+    """Score of the probe split, in the study's metric, above which the run ends."""
     after: Annotated[float, Field(gt=0, lt=1)]
     """Share of the budget from which on it is looked at."""
 
@@ -147,7 +152,8 @@ class CurvePoint(Record):
     step: Annotated[int, Field(ge=0)]
     train_loss: float | None
     """Nats per token, mean since the last point."""
-    probe_bits_per_byte: float | None
+    probe_score: float | None
+    """In the study's metric, on the probe split."""
     learning_rate: float | None
     gradient_norm: float | None
     """Global norm before clipping, at the last step."""
@@ -171,13 +177,33 @@ class Scored(Record):
     """What the scoring child found for saved weights."""
 
     nats: float
-    """Sum over all scored tokens."""
+    """Sum over all scored tokens, or over all preference pairs."""
     bytes: int
     """UTF-8 bytes of the scored text."""
     tokens: int
     document_nats: tuple[float, ...]
-    """Nats per document, in the order of the split."""
+    """Nats per document, or per preference pair, in the order of the split."""
     score_seconds: float
+    pairs: int | None = None
+    """Preference pairs; None where text is scored."""
+    right_pairs: int | None = None
+    """Pairs in which the chosen answer won; a tie is half a pair, rounded down."""
+
+    @property
+    def score(self) -> float:
+        """Bits per preference pair, or per UTF-8 byte: the metric of every study. Lower is better."""
+        return self.nats / (math.log(2) * (self.bytes if self.pairs is None else self.pairs))
+
+    @property
+    def perplexity(self) -> float | None:
+        """Per token, for people; None for preferences, and where it is too large for a float."""
+        nats_per_token = self.nats / self.tokens
+        return math.exp(nats_per_token) if self.pairs is None and nats_per_token < LARGEST_EXPONENT else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the pairs in which the chosen answer won; None where text is scored."""
+        return None if self.pairs is None or self.right_pairs is None else self.right_pairs / self.pairs
 
 
 class Failed(Record):
@@ -213,6 +239,10 @@ class Trial:
     score: float | None = None
     """In the study's metric; None unless `state` is ``scored``."""
     perplexity: float | None = None
+    accuracy: float | None = None
+    """Share of preference pairs in which the chosen answer won; None where text is scored."""
+    guard_score: float | None = None
+    """Bits per byte of the guard set, where the study has one."""
     steps: int | None = None
     tokens: int | None = None
     parameters: int | None = None
@@ -360,6 +390,8 @@ class History:
     noise: Noise | None
     past: tuple[Past, ...]
     """All proposals in the order of their numbers, queued and running ones included."""
+    base: BaseFacts | None = None
+    """The model that is trained further; None where it is a fresh one."""
     device: str | None = None
     device_memory_bytes: int | None = None
     """Of the GPU, or of the machine on a CPU."""

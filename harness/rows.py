@@ -134,6 +134,8 @@ class Ending:
     """Also there when training ended well and scoring did not; None for an untrained reference."""
     score: float | None = None
     perplexity: float | None = None
+    accuracy: float | None = None
+    guard_score: float | None = None
     checkpoint_digest: str | None = None
     curve: tuple[CurvePoint, ...] = ()
     device_celsius: float | None = None
@@ -168,18 +170,17 @@ class Ending:
         trained: Trained | None,
         scored: Scored,
         checkpoint_digest: str | None,
+        guard: Scored | None = None,
         curve: tuple[CurvePoint, ...] = (),
     ) -> Self:
-        """Return the ending of a scored trial: bits per UTF-8 byte and perplexity per token from the same nats.
-
-        A perplexity too large for a float is None; the score is still finite then.
-        """
-        nats_per_token = scored.nats / scored.tokens
+        """Return the ending of a scored trial, with what the guard set came to where the study has one."""
         return cls(
             scored=scored,
             trained=trained,
-            score=scored.nats / (math.log(2) * scored.bytes),
-            perplexity=math.exp(nats_per_token) if nats_per_token < 690 else None,
+            score=scored.score,
+            perplexity=scored.perplexity,
+            accuracy=scored.accuracy,
+            guard_score=None if guard is None else guard.score,
             checkpoint_digest=checkpoint_digest,
             curve=curve,
         )
@@ -259,7 +260,21 @@ def proposal_value(row: sqlite3.Row) -> Proposal:
 
 
 PLAIN_COLUMNS = (
-    *("id", "proposal", "seed", "replicate", "epoch", "budget", "score", "perplexity", "steps", "tokens", "parameters"),
+    *(
+        "id",
+        "proposal",
+        "seed",
+        "replicate",
+        "epoch",
+        "budget",
+        "score",
+        "perplexity",
+        "accuracy",
+        "guard_score",
+        "steps",
+        "tokens",
+        "parameters",
+    ),
     *("train_seconds", "warmup_seconds", "score_seconds", "wall_seconds", "peak_memory_bytes", "device", "sandbox"),
     *("seal", "error_class", "error_text", "checkpoint_digest"),
 )

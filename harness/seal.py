@@ -36,11 +36,11 @@ from harness.records import Record
 
 FOLDERS = ("frozen", "harness/jobs")
 """Sealed whole: every file in them, and nothing may be added."""
-MODULES = ("harness/__init__.py", "harness/config.py", "harness/errors.py", "harness/records.py")
+MODULES = ("harness/__init__.py", "harness/config.py", "harness/errors.py", "harness/records.py", "harness/sizes.py")
 """What the code in `FOLDERS` imports of ours besides (a test follows the imports)."""
 VERDICT = ("harness/judge.py", "harness/noise.py", "harness/walk.py")
 """What a decision depends on besides scores and policy: a loosened rule must not pass for the study's."""
-PACKAGES = ("overnight", "torch", "transformers", "peft", "trl", "tokenizers")
+PACKAGES = ("overnight", "torch", "transformers", "peft", "trl", "tokenizers", "bitsandbytes", "schedulefree")
 SECTIONS = ("study", "baseline", "eval")
 """Sealed sections of study.toml; the others may change."""
 LINK = "is a symbolic link"

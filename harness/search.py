@@ -302,7 +302,11 @@ class Loop:
         if past.proposal.diff and all(flat.get(name) == value for name, value in past.proposal.diff.items()):
             return Rejection(ProposalState.STALE, f"it changes nothing on its parent, node {node}")
         config = self.study.policy.admit(
-            past.proposal, nodes[node], budget=self.study.budget, vocabulary=self.study.vocabulary
+            past.proposal,
+            nodes[node],
+            budget=self.study.budget,
+            vocabulary=self.study.vocabulary,
+            base=self.study.base,
         )
         if isinstance(config, Refusal):
             return Rejection(ProposalState.REFUSED, config.reason)

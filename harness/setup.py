@@ -196,7 +196,7 @@ def check(request: Request) -> Checked:
         raise BadInput(
             f"a vocabulary of {vocabulary} is too small: all bytes and some merges need {SMALLEST_VOCABULARY}"
         )
-    refusal = policy.too_few_steps(baseline, budget, vocabulary)
+    refusal = policy.too_few_steps(baseline, budget, vocabulary, None)
     if refusal is not None:
         raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
     missing = disk.shortfall_bytes(request.root.parent, 4 * text_bytes)
@@ -273,7 +273,7 @@ def _evaluation(text_bytes: int, baseline: TrialConfig) -> Evaluation:
 
 def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     file = checked.file
-    sources = [Source(name=s.name, path=Path(s.path), format=s.format) for s in file.study.data]
+    sources = [Source(name=s.name, path=Path(s.path or ""), format=s.format) for s in file.study.data]
     sizes = SplitSizes(
         probe_bytes=file.eval.probe_bytes, val_bytes=file.eval.val_bytes, holdout_bytes=file.eval.holdout_bytes
     )

@@ -9,15 +9,21 @@ from pathlib import Path
 
 from frozen.timer import Budget
 from harness import origin
-from harness.config import TrialConfig
+from harness.config import Task, TrialConfig
 from harness.jobs.job import EvalSettings
 from harness.paths import RUNS, StudyPaths, find
-from harness.policy import FLOPS_PER_PARAMETER_AND_TOKEN, Policy
+from harness.policy import Policy
 from harness.queries import Reader
 from harness.seal import Seal
-from harness.studyfile import StudyFile
+from harness.sizes import BaseFacts, flops_per_token, trained_parameters
+from harness.studyfile import FRESH, StudyFile
 
-METRICS = {"pretrain": "bits_per_byte"}
+METRICS: dict[Task, str] = {
+    "pretrain": "bits_per_byte",
+    "continue": "bits_per_byte",
+    "sft": "bits_per_byte",
+    "dpo": "bits_per_pair",
+}
 BYTES_PER_PARAMETER = 4
 """Weights are saved in fp32."""
 CHECKPOINT_OVERHEAD_BYTES = 4_000_000
@@ -39,6 +45,8 @@ class Study:
     budget: Budget
     """Of every trial of the search."""
     evaluation: EvalSettings
+    base: BaseFacts | None
+    """The model that is trained further; None where it is a fresh one."""
     seal: Seal
     device: str
     threads: int
@@ -70,7 +78,8 @@ class Study:
 
     def bytes_of(self, config: TrialConfig) -> int:
         """Return what a checkpoint of ``config`` takes on the disk, roughly and never less."""
-        return BYTES_PER_PARAMETER * config.model.parameters(self.vocabulary) + CHECKPOINT_OVERHEAD_BYTES
+        saved = trained_parameters(config, vocabulary=self.vocabulary, base=self.base)
+        return BYTES_PER_PARAMETER * saved + CHECKPOINT_OVERHEAD_BYTES
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -80,15 +89,15 @@ class Study:
     @property
     def least_deadline_seconds(self) -> float:
         """Return how long a job may take by the wall clock before anything is known about this machine's speed."""
-        return LEAST_DEADLINE_SECONDS + slowest_seconds(self.budget, self.baseline, self.vocabulary)
+        return LEAST_DEADLINE_SECONDS + slowest_seconds(self.budget, self.baseline, self.vocabulary, self.base)
 
 
-def slowest_seconds(budget: Budget, config: TrialConfig, vocabulary: int) -> float:
+def slowest_seconds(budget: Budget, config: TrialConfig, vocabulary: int, base: BaseFacts | None) -> float:
     """Return the seconds in which any usable machine has spent ``budget``: a bound, far above what to expect."""
     if budget.kind == "seconds":
         return 4 * budget.amount
-    flops_per_unit = FLOPS_PER_PARAMETER_AND_TOKEN * config.model.parameters(vocabulary)
-    return budget.amount * (flops_per_unit if budget.kind == "tokens" else 1) / SLOWEST_FLOPS_PER_SECOND
+    per_token = flops_per_token(config, vocabulary=vocabulary, base=base)
+    return budget.amount * (per_token if budget.kind == "tokens" else 1) / SLOWEST_FLOPS_PER_SECOND
 
 
 def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:
@@ -112,7 +121,13 @@ def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
         policy=policy,
         baseline=policy.baseline(file.baseline),
         budget=Budget.parse(file.study.budget),
-        evaluation=EvalSettings(context=file.eval.context, stride=file.eval.stride),
+        evaluation=EvalSettings(
+            context=file.eval.context,
+            stride=file.eval.stride,
+            precision=file.eval.precision,
+            preference_beta=file.eval.preference_beta,
+        ),
+        base=BaseFacts.read(paths.base) if file.study.model != FRESH else None,
         seal=seal,
         device=origin.device() if file.run.device == "auto" else file.run.device,
         threads=file.run.threads or origin.threads(),

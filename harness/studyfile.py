@@ -14,12 +14,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from frozen.formats import Format
 from frozen.timer import Budget
-from harness.config import Section, Value, explain, nearest
+from harness.config import Section, Task, Value, explain, nearest
 from harness.errors import BadInput
 from harness.toml import read_toml, refuse_unknown_keys
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
+FRESH = "fresh"
+"""What stands for a new model in the place of a base model's name."""
 SMALLEST_VOCABULARY = 300
 """All 256 bytes, the separator, and a few merges."""
 
@@ -28,23 +31,42 @@ class DataSource(Section):
     """One source of text."""
 
     name: SourceName
-    path: str
+    path: str | None = None
     """As given to ``overnight init``; read once, then the encoded copy in the study counts."""
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    hub: str | None = None
+    """Id of a data set on the Hub, in the place of ``path``; ``subset`` and ``split`` are its own."""
+    revision: str | None = None
+    """Commit that was read, written by ``overnight init``."""
+    subset: str | None = None
+    split: str | None = None
+    format: Format = "auto"
+    column: str | None = None
+    """Field that holds the text, where it is not the usual one."""
+    general: bool = False
+    """General-domain text, trained on against forgetting (``sampling.general_fraction``); no part of any score."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError(f"source {self.name}: give one of path and hub")
+        return self
 
 
 class Asked(Section):
     """``[study]``: the question."""
 
-    task: Literal["pretrain"]
-    model: Literal["fresh"]
-    """What is trained: a new model whose shape is part of the config."""
+    task: Task
+    model: Annotated[str, Field(min_length=1)]
+    """What is trained: ``fresh``, a new model whose shape is part of the config, or a base model: a folder, a GGUF
+    file, a Hub id. Read once; then the copy in the study counts."""
+    revision: str | None = None
+    """Commit of the base model's Hub repository, written by ``overnight init``."""
     policy: str
     """Where policy.toml was copied from."""
     budget: str
     """Canonical text of a `frozen.timer.Budget`, per trial."""
     vocabulary: Annotated[int, Field(ge=SMALLEST_VOCABULARY, le=1 << 20)]
-    """Entries of the locally trained tokenizer."""
+    """Width of the logits: entries of the locally trained tokenizer, or the base model's."""
     seed: Annotated[int, Field(ge=0, lt=1 << 31)]
     data: Annotated[tuple[DataSource, ...], Field(min_length=1)]
 
@@ -62,6 +84,22 @@ class Asked(Section):
         return data
 
 
+class GuardSet(Section):
+    """``[eval.guard]``: a second set, of general-domain text, on which a kept change must not cost too much."""
+
+    path: str | None = None
+    hub: str | None = None
+    revision: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    format: Format = "auto"
+    column: str | None = None
+    bytes: Annotated[int, Field(ge=1)]
+    """Most text that is scored."""
+    max_regression: Annotated[float, Field(ge=0, le=10)]
+    """Bits per byte by which a config may be worse on it than the untouched base model."""
+
+
 class Evaluation(Section):
     """``[eval]``: constants of every score."""
 
@@ -73,6 +111,11 @@ class Evaluation(Section):
     """Size of the split that training children may look at."""
     val_bytes: Annotated[int, Field(ge=1)]
     holdout_bytes: Annotated[int, Field(ge=1)]
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """What weights are held in while they are scored."""
+    preference_beta: Annotated[float, Field(gt=0, le=10)] = 0.1
+    """Of bits per preference pair."""
+    guard: GuardSet | None = None
 
     @model_validator(mode="after")
     def _windows_advance(self) -> Self:
@@ -163,7 +206,9 @@ class StudyFile(Section):
         for source in self.study.data:
             lines += ["", "[[study.data]]", *_keys(source.model_dump())]
         lines += ["", "[baseline]  # knobs that differ from the policy's defaults", *_keys(self.baseline)]
-        lines += ["", "[eval]", *_keys(self.eval.model_dump())]
+        lines += ["", "[eval]", *_keys(self.eval.model_dump(exclude={"guard"}))]
+        if self.eval.guard is not None:
+            lines += ["", "[eval.guard]", *_keys(self.eval.guard.model_dump())]
         lines += ["", "# What follows may change between runs.", "", "[agent]", *_keys(self.agent.model_dump())]
         lines += ["", "[run]  # trials, hours: totals; until; device; threads", *_keys(self.run.model_dump())]
         lines += ["", "[notify]  # addresses that are told when a search has ended", *_keys(self.notify.model_dump())]

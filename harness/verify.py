@@ -190,7 +190,9 @@ def _rescored(
 def _score(study: Study, job: ScoreJob, scorer: Scorer | None) -> Trained | Scored | Failed:
     from harness.launch import Launcher  # starts processes: only who verifies needs it
 
-    deadline = study.least_deadline_seconds + slowest_seconds(study.budget, study.baseline, study.vocabulary)
+    deadline = study.least_deadline_seconds + slowest_seconds(
+        study.budget, study.baseline, study.vocabulary, study.base
+    )
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         if scorer is not None:

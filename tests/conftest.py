@@ -172,7 +172,7 @@ class Night:
                 seconds=1.2 * tenth,
                 step=30 * tenth,
                 train_loss=(score + 2.4 / tenth) * 1.6,
-                probe_bits_per_byte=score + 1.9 * (1 / tenth - 0.1),
+                probe_score=score + 1.9 * (1 / tenth - 0.1),
                 learning_rate=1e-3 * (1 - tenth / 11),
                 gradient_norm=0.8 + 1 / tenth,
             )
@@ -181,7 +181,7 @@ class Night:
         trained = Trained(
             steps=300,
             tokens=300 * config.batch.tokens_per_step,
-            parameters=config.model.parameters(2048),
+            parameters=config.shape.parameters(2048),
             train_seconds=12.0,
             warmup_seconds=0.4,
             wall_seconds=13.1,

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("frozen", "harness", "agent", "policies")
-CHILD_MAY_SEE = ("harness.config", "harness.records", "harness.errors", "harness.jobs", "frozen")
-AGENT_MAY_SEE = ("harness.config", "harness.records", "harness.terms", "harness.errors", "agent")
+CHILD_MAY_SEE = ("harness.config", "harness.sizes", "harness.records", "harness.errors", "harness.jobs", "frozen")
+AGENT_MAY_SEE = ("harness.config", "harness.sizes", "harness.records", "harness.terms", "harness.errors", "agent")
 TORCH_HOMES = ("harness/jobs/", "frozen/loader.py", "frozen/evaluate.py", "frozen/tokens.py")
 
 

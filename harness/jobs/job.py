@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from harness.config import TrialConfig
+from harness.config import Task, TrialConfig
 from harness.records import AbortIf, Record
 
 
@@ -20,14 +20,22 @@ class EvalSettings(Record):
     """New tokens that each further window of a long document scores; at most ``context``."""
     micro_batch: Annotated[int, Field(ge=1)] = 16
     """Windows per forward pass to begin with; halved when memory runs out. The score does not depend on it."""
-    precision: Literal["fp32"] = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """What the weights are held in while they are scored; log-softmax and sums are fp32 and fp64 in any case."""
+    preference_beta: Annotated[float, Field(gt=0)] = 0.1
+    """Of the score of preference pairs; what training uses is the config's."""
 
 
 class TrainJob(Record):
     """Train one config with one seed for one budget."""
 
     kind: Literal["train"] = "train"
+    task: Task = "pretrain"
     config: TrialConfig
+    base: Path | None = None
+    """Folder of the prepared base model; None for a fresh one."""
+    start: Path | None = None
+    """Model folder to go on from in the place of the base itself (a parent's checkpoint); same method and shape."""
     seed: Annotated[int, Field(ge=0)]
     budget: str
     """Canonical text of a ``frozen.timer.Budget``."""
@@ -53,17 +61,29 @@ class TrainJob(Record):
 
 
 class ScoreJob(Record):
-    """Score saved weights on one split. The model is rebuilt from the config; only tensors are read from the folder."""
+    """Score saved weights on one split. The model is rebuilt from the config; only tensors are read from the folder.
+
+    Preference pairs are scored against the base model, which the same child scores first.
+    """
 
     kind: Literal["score"] = "score"
+    task: Task = "pretrain"
     config: TrialConfig
-    weights: Path
-    """Folder that holds ``model.safetensors``."""
+    base: Path | None = None
+    """Folder of the prepared base model; None for a fresh one."""
+    weights: Path | None
+    """Folder of ``model.safetensors`` or ``adapter_model.safetensors``; None: the untrained base model itself."""
     split: Path
     tokenizer: Path
     evaluation: EvalSettings
     device: str
     threads: Annotated[int, Field(ge=1)]
+
+    @model_validator(mode="after")
+    def _something_to_score(self) -> Self:
+        if self.weights is None and self.base is None:
+            raise ValueError("neither weights nor a base model to score")
+        return self
 
 
 Job = Annotated[TrainJob | ScoreJob, Field(discriminator="kind")]

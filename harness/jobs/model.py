@@ -22,7 +22,7 @@ _TIED = "lm_head.weight"
 
 def build_model(config: TrialConfig, vocabulary: int, separator: int) -> LlamaForCausalLM:
     """Return a fresh fp32 Llama with tied embeddings; its weights come from torch's global generator."""
-    shape = config.model
+    shape = config.shape
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocabulary,

@@ -225,10 +225,14 @@ def _confine(order: Order) -> None:
     if job.device == "cpu":
         sandbox.limit_memory()
     system = sandbox.system_paths()
+    base = [] if job.base is None else [job.base]
     if isinstance(job, TrainJob):
-        readable, writable, private = [job.train, job.probe, job.tokenizer], [job.folder], [job.train, job.folder]
+        start = [] if job.start is None else [job.start]
+        readable, writable = [job.train, job.probe, job.tokenizer, *base, *start], [job.folder]
+        private = [job.train, job.folder]
     else:
-        readable, writable, private = [job.split, job.tokenizer, job.weights], [], [job.split, job.weights]
+        weights = [] if job.weights is None else [job.weights]
+        readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
     sandbox.require_private(private, system)
     os.chdir(writable[0] if writable else "/")
     sys.dont_write_bytecode = True

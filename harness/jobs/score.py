@@ -25,6 +25,7 @@ def score(job: ScoreJob) -> Scored | Failed:
     device = devices.prepare(job.device, job.threads, repeatable=True)
     split = EncodedSplit.load(job.split)
     try:
+        assert job.weights is not None
         model = load_weights(job.config, job.weights, split.vocabulary, split.separator)
         model.to(device)  # type: ignore[arg-type]  # the stub of `to` knows fewer overloads than the method
         result = evaluate(

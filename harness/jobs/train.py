@@ -38,9 +38,8 @@ from harness.jobs.model import build_model
 from harness.jobs.schedule import rate_factor
 from harness.jobs.score import logits_of
 from harness.records import CurvePoint, Failed, Trained, TrialState
+from harness.sizes import flops_per_token
 
-FLOPS_PER_PARAMETER_AND_TOKEN = 6
-"""The usual estimate of forward and backward together (Kaplan et al., arXiv 2001.08361, section 2.1)."""
 EXPLODED = 2.0
 """A step's loss above this many times that of guessing, ln(vocabulary), is divergence. A fresh model starts at about
 1.0; a spike that recovers was not seen to come near 2."""
@@ -59,7 +58,7 @@ def train(job: TrainJob, on_point: OnPoint) -> Trained | Failed:
     timer = Timer(
         budget,
         synchronize=devices.synchronizer(device),
-        flops_per_token=FLOPS_PER_PARAMETER_AND_TOKEN * job.config.model.parameters(split.vocabulary),
+        flops_per_token=flops_per_token(job.config, vocabulary=split.vocabulary, base=None),
         tokens_per_step=job.config.batch.tokens_per_step,
     )
     try:
@@ -308,9 +307,9 @@ class _Conductor(TrainerCallback):
             ends and self._job.probe_points and self._last_step_with_point < self._timer.steps
         ):
             self._points = max(reached, self._points)
-            probe_bits_per_byte = self._report()
+            probe_score = self._report()
             if not ends:
-                self._give_up_if(probe_bits_per_byte)
+                self._give_up_if(probe_score)
                 if self._job.resumable:
                     self._save_place()
         control.should_training_stop = ends
@@ -318,27 +317,27 @@ class _Conductor(TrainerCallback):
     def _report(self) -> float:
         """Send a point of the curve, and return its probe score in bits per byte."""
         self._last_step_with_point = self._timer.steps
-        probe_bits_per_byte = self._probe()
+        probe_score = self._probe()
         self._training.on_point(
             CurvePoint(
                 progress=self._timer.progress,
                 seconds=self._timer.train_seconds,
                 step=self._timer.steps,
                 train_loss=sum(self._losses) / len(self._losses),
-                probe_bits_per_byte=probe_bits_per_byte,
+                probe_score=probe_score,
                 learning_rate=self._rate,
                 gradient_norm=self._gradient_norm,
             )
         )
         self._losses.clear()
-        return probe_bits_per_byte
+        return probe_score
 
-    def _give_up_if(self, probe_bits_per_byte: float) -> None:
+    def _give_up_if(self, probe_score: float) -> None:
         """Hold the proposal to its own condition."""
         wanted, progress = self._job.abort_if, self._timer.progress
-        if wanted is not None and progress >= wanted.after and probe_bits_per_byte > wanted.probe_above:
+        if wanted is not None and progress >= wanted.after and probe_score > wanted.probe_above:
             raise Aborted(
-                f"the probe is at {probe_bits_per_byte:.4f} bits per byte after {progress:.0%} of the budget,"
+                f"the probe is at {probe_score:.4f} bits per byte after {progress:.0%} of the budget,"
                 f" above the {wanted.probe_above:g} at which the proposal gives up (from {wanted.after:.0%} on)"
             )
 

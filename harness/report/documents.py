@@ -182,5 +182,5 @@ def _side(found: Trial) -> dict[str, Any]:
         "steps": found.steps,
         "tokens": found.tokens,
         "parameters": found.parameters,
-        "probe_bits_per_byte": last.probe_bits_per_byte if isinstance(last, CurvePoint) else None,
+        "probe_score": last.probe_score if isinstance(last, CurvePoint) else None,
     }

@@ -164,7 +164,7 @@ def curves(facts: Facts) -> go.Figure:
     drawn.sort(key=lambda trial: trial.id in marked)
     for trial in drawn:
         name, colour = marked.get(trial.id, (words.purpose(trial), "rgba(128,128,128,0.28)"))
-        points = [(p.progress, p.probe_bits_per_byte) for p in trial.curve if p.probe_bits_per_byte is not None]
+        points = [(p.progress, p.probe_score) for p in trial.curve if p.probe_score is not None]
         figure.add_trace(
             go.Scatter(
                 x=[progress for progress, _ in points],
@@ -177,7 +177,7 @@ def curves(facts: Facts) -> go.Figure:
                 hoverinfo=None if trial.id in marked else "skip",
             )
         )
-    probes_of = {t.id: [p.probe_bits_per_byte for p in t.curve if p.probe_bits_per_byte is not None] for t in drawn}
+    probes_of = {t.id: [p.probe_score for p in t.curve if p.probe_score is not None] for t in drawn}
     seen = [probes for trial, probes in probes_of.items() if probes and trial in marked]
     if seen:  # the first tenth falls so steeply that it would hide where the curves part
         low = min(min(probes) for probes in probes_of.values() if probes)

@@ -258,7 +258,7 @@ def _curve(found: Trial) -> Table:
     names = ("progress", "step", "train loss", "probe bits/byte", "learning rate", "gradient norm")
     table = _rows(*names, right=names)
     for point in found.curve:
-        numbers = (point.train_loss, point.probe_bits_per_byte, point.learning_rate, point.gradient_norm)
+        numbers = (point.train_loss, point.probe_score, point.learning_rate, point.gradient_norm)
         table.add_row(f"{point.progress:.0%}", str(point.step), *(words.value(number) for number in numbers))
     return table
 

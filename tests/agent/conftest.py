@@ -57,7 +57,7 @@ class Night:
 
     def trial(self, config: TrialConfig, replicate: int, proposal: int | None) -> Trial:
         result = self.score(config)
-        parameters = config.model.parameters(VOCABULARY)
+        parameters = config.shape.parameters(VOCABULARY)
         tokens = int(self.budget.amount / 6 / parameters)
         ended: dict[str, object] = {"state": result} if isinstance(result, TrialState) else {"score": result}
         if isinstance(result, float):
@@ -67,7 +67,7 @@ class Night:
                     seconds=float(tenth),
                     step=tenth * 10,
                     train_loss=result + 3 * 0.6**tenth,
-                    probe_bits_per_byte=result + 2 * 0.6**tenth,
+                    probe_score=result + 2 * 0.6**tenth,
                     learning_rate=config.optim.learning_rate,
                     gradient_norm=0.5,
                 )
@@ -115,7 +115,7 @@ class Night:
         )
 
     def admit(self, proposal: Proposal) -> TrialConfig | Refusal:
-        return self.policy.admit(proposal, self.incumbent.config, budget=self.budget, vocabulary=VOCABULARY)
+        return self.policy.admit(proposal, self.incumbent.config, budget=self.budget, vocabulary=VOCABULARY, base=None)
 
     def run(self, proposal: Proposal) -> Past:
         number, parent = len(self.past) + 1, self.incumbent

@@ -28,7 +28,7 @@ def with_curve(make_night: Any) -> Callable[..., Trial]:
                 seconds=tenth,
                 step=tenth,
                 train_loss=loss(tenth / 10),
-                probe_bits_per_byte=probe(tenth / 10),
+                probe_score=probe(tenth / 10),
                 learning_rate=1e-3,
                 gradient_norm=norm(tenth / 10),
             )

@@ -12,9 +12,7 @@ from harness import coarse
 from harness.errors import BadInput
 from harness.records import CurvePoint, Noise, Role, Trial
 
-POINT = CurvePoint(
-    progress=1, seconds=2, step=10, train_loss=4, probe_bits_per_byte=2.5, learning_rate=1e-3, gradient_norm=1
-)
+POINT = CurvePoint(progress=1, seconds=2, step=10, train_loss=4, probe_score=2.5, learning_rate=1e-3, gradient_norm=1)
 NOISES = st.builds(Noise, standard_deviation=st.floats(1e-6, 1.0), degrees_of_freedom=st.just(5))
 
 
@@ -43,7 +41,7 @@ def test_two_scores_in_one_step_are_told_alike(score: float, noise: Noise) -> No
 def test_a_long_curve_is_thinned_out_and_its_probe_rounded(make_trial: Callable[..., Trial]) -> None:
     """Twelve points from first to last are enough to see a curve's shape."""
     curve = tuple(
-        POINT.model_copy(update={"step": step, "probe_bits_per_byte": 3.14159, "train_loss": 4.123456})
+        POINT.model_copy(update={"step": step, "probe_score": 3.14159, "train_loss": 4.123456})
         for step in range(1, 101)
     )
     shown = coarse.trial(make_trial(curve=curve), Noise(standard_deviation=0.02, degrees_of_freedom=4)).curve

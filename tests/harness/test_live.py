@@ -14,7 +14,7 @@ from harness.queries import Reader
 from harness.records import CurvePoint, Trial
 
 HALF = CurvePoint(
-    progress=0.5, seconds=5, step=50, train_loss=4.0, probe_bits_per_byte=2.6, learning_rate=1e-3, gradient_norm=1.0
+    progress=0.5, seconds=5, step=50, train_loss=4.0, probe_score=2.6, learning_rate=1e-3, gradient_norm=1.0
 )
 
 

@@ -18,7 +18,7 @@ from harness.jobs.report import Reporter
 from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
 
 POINT = CurvePoint(
-    progress=0.5, seconds=1.0, step=7, train_loss=1.0, probe_bits_per_byte=None, learning_rate=0.1, gradient_norm=1.0
+    progress=0.5, seconds=1.0, step=7, train_loss=1.0, probe_score=None, learning_rate=0.1, gradient_norm=1.0
 )
 TRAINED = Trained(
     steps=1,

@@ -31,7 +31,7 @@ def test_one_line_per_message() -> None:
     """What a job sends arrives as one JSON document per line, in order."""
     read, write = os.pipe()
     point = CurvePoint(
-        progress=0, seconds=0, step=0, train_loss=None, probe_bits_per_byte=None, learning_rate=None, gradient_norm=None
+        progress=0, seconds=0, step=0, train_loss=None, probe_score=None, learning_rate=None, gradient_norm=None
     )
     failed = Failed(state=TrialState.DIVERGED, error_class="Diverged", error_text="two\nlines")
     reporter = Reporter(write)

@@ -90,7 +90,7 @@ def test_curve(train_job: TrainJob) -> None:
     assert points[-1].progress == pytest.approx(1.0)
     losses = [point.train_loss for point in points if point.train_loss is not None]
     assert losses[-1] < losses[0]
-    assert all(point.probe_bits_per_byte and point.gradient_norm and point.learning_rate for point in points)
+    assert all(point.probe_score and point.gradient_norm and point.learning_rate for point in points)
 
 
 def test_divergence_is_stopped_at_once(train_job: TrainJob) -> None:

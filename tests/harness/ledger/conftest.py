@@ -85,7 +85,7 @@ class Night:
                 seconds=float(index),
                 step=index,
                 train_loss=5.0 - index,
-                probe_bits_per_byte=2.5,
+                probe_score=2.5,
                 learning_rate=1e-3,
                 gradient_norm=None,
             )

@@ -31,9 +31,7 @@ from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
 
 BYTES = 1000
 TOKENS = 300
-POINT = CurvePoint(
-    progress=1, seconds=2, step=10, train_loss=4, probe_bits_per_byte=2.5, learning_rate=1e-3, gradient_norm=1
-)
+POINT = CurvePoint(progress=1, seconds=2, step=10, train_loss=4, probe_score=2.5, learning_rate=1e-3, gradient_norm=1)
 
 
 @dataclass

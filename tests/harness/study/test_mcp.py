@@ -256,7 +256,7 @@ def point(probe: float) -> CurvePoint:
         seconds=2,
         step=10,
         train_loss=4,
-        probe_bits_per_byte=probe,
+        probe_score=probe,
         learning_rate=1e-3,
         gradient_norm=1,
     )
@@ -302,6 +302,7 @@ def test_hostile_texts_are_quoted_and_cut(seated: Night) -> None:
         seated.study.baseline,
         budget=seated.study.budget,
         vocabulary=seated.study.vocabulary,
+        base=None,
     )
     seated.ledger.start(failing, 0, config)  # type: ignore[arg-type]  # admitted, or the row is refused
     trial = begin(seated, config, failing)

@@ -1,0 +1,105 @@
+"""Tiny base models in the standard layout, made on the spot: what a hub would bring, at a thousandth of the size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML, as many published models write it, without marks for the answers."""
+CHATML_MARKED = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCABULARY = 384
+
+
+def make_tokenizer(
+    folder: Path, *, template: str | None = CHATML, pad: str | None = "<|endoftext|>", vocabulary: int = VOCABULARY
+) -> None:
+    """Train a byte-level BPE tokenizer on this file and save it as transformers would."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token=pad
+    )
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+def make_base(
+    folder: Path,
+    *,
+    kind: Literal["llama", "gpt2"] = "llama",
+    template: str | None = CHATML,
+    pad: str | None = "<|endoftext|>",
+    tied: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Save a random model of some ten thousand parameters with its tokenizer, as ``save_pretrained`` lays them out."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    make_tokenizer(folder, template=template, pad=pad)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = (
+            LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=VOCABULARY,
+                    hidden_size=32,
+                    intermediate_size=64,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    max_position_embeddings=512,
+                    tie_word_embeddings=tied,
+                    bos_token_id=0,
+                    eos_token_id=2,
+                )
+            )
+            if kind == "llama"
+            else GPT2LMHeadModel(
+                GPT2Config(
+                    vocab_size=VOCABULARY,
+                    n_embd=32,
+                    n_layer=2,
+                    n_head=4,
+                    n_positions=512,
+                    tie_word_embeddings=tied,
+                    bos_token_id=0,
+                    eos_token_id=2,
+                )
+            )
+        )
+        model.save_pretrained(folder)
+    return folder
+
+
+def prepare(folder: Path) -> Path:
+    """Add ``base.json``, so that ``folder`` is what a study keeps under ``data/base``."""
+    from harness.base import facts_of
+
+    facts = facts_of(folder, name=str(folder), revision=None, digest="0" * 64)
+    (folder / "base.json").write_text(facts.model_dump_json(indent=1), encoding="utf-8")
+    return folder
