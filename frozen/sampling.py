@@ -131,12 +131,12 @@ def cut_documents(split: EncodedSplit, sequence_length: int) -> Items:
     if split.pairs:
         begins = split.offsets[:-1]
         starts = begins + (starts - begins).reshape(-1, 2).max(axis=1).repeat(2)
-    stops = np.minimum(starts + room, ends)
+    stops = np.maximum(starts, np.minimum(starts + room, ends))
     trained = _trained(split, starts, stops)
     cost = stops - starts + 1
     each = 1
     if split.pairs:
-        trained, cost, each = trained.reshape(-1, 2).all(axis=1), cost.reshape(-1, 2).sum(axis=1), 2
+        trained, cost, each = trained[0::2] & trained[1::2], cost[0::2] + cost[1::2], 2
     if not trained.any():
         raise ValueError(f"no document of the split has a token to train on within {sequence_length} tokens")
     return Items(starts, stops, cost, np.flatnonzero(trained), each)

@@ -173,6 +173,8 @@ def _batches(job: TrainJob, split: EncodedSplit, *, skip: int) -> Batches:
         fraction=config.sampling.fraction,
         order=config.sampling.order,
         weights={weight.source: weight.weight for weight in config.sampling.weights},
+        temperature=config.sampling.temperature,
+        general_fraction=config.sampling.general_fraction,
     )
     batches.skip(skip)
     return batches
