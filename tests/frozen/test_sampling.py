@@ -350,7 +350,7 @@ def test_positions_per_epoch_are_those_of_the_stream(
 
 
 def test_positions_per_epoch_count_the_padding_of_a_batch(make_split: MakeSplit) -> None:
-    """Rows of 3 and 19 positions beside each other are 24 wide, 48 in all; alone 8 and 24, within rows of at most 20."""
+    """Rows of 3 and 19 positions beside each other are 24 wide, 48 in all; alone they take 8 and 24."""
     split = make_split([[1] * 2, [1] * 18], marks=[[1] * 2, [1] * 18])
     for batch_sequences, sequence_length, expected in ((2, 64, 48), (1, 64, 8 + 24), (2, 20, 40), (8, 64, 48)):
         found = positions_per_epoch(
