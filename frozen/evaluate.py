@@ -44,6 +44,8 @@ _PROBE_TOLERANCE = 1e-4
 """Largest change of a logit, as a share of the largest logit (at least 1), that rounding may explain."""
 _RESCORE_TOLERANCE = 1e-3
 """Nats; wider, because another shape may be computed by another kernel."""
+_SOFTMAX_ELEMENTS = 1 << 26
+"""Logits widened at once: with a vocabulary of 150,000, whole batches in float32 would need more than the model."""
 _NO_PREDICTION = 500.0
 """Mean nats per token above which finite logits are nonsense, and exp() of them overflows."""
 
@@ -243,7 +245,10 @@ class _Scorer:
         logits_btv = self.logits(tokens)
         index = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns)))).to(self.device)
         targets = self._split.tokens[place].astype(np.int64)
-        token_nats[place] = self._nats(logits_btv[index[0], index[1]], targets)
+        step = max(1, _SOFTMAX_ELEMENTS // self._split.vocabulary)
+        for begin in range(0, len(place), step):
+            part = slice(begin, begin + step)
+            token_nats[place[part]] = self._nats(logits_btv[index[0, part], index[1, part]], targets[part])
 
     def _nats(self, logits_nv: torch.Tensor, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return -log softmax of the targets, float64 [N]."""

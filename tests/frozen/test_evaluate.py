@@ -406,3 +406,13 @@ def test_a_bad_logit_where_nothing_is_scored_changes_nothing(make_split: MakeSpl
         return logits_btv
 
     assert score(logits_of, split, probes=False).nats == pytest.approx(score(small, split).nats)
+
+
+def test_a_large_vocabulary_is_widened_in_parts(
+    make_split: MakeSplit, small: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three positions at a time: the same nats to the last bit."""
+    split = make_split(DOCUMENTS, vocabulary=VOCABULARY)
+    whole = score(small, split).document_nats.tolist()
+    monkeypatch.setattr("frozen.evaluate._SOFTMAX_ELEMENTS", 3 * VOCABULARY)
+    assert score(small, split).document_nats.tolist() == whole
