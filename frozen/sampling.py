@@ -23,8 +23,8 @@ rows are closed at the end of a pass over the pool.
 **Padding.** Rows of single documents come in the order that was drawn, and documents of similar length are *not*
 brought together to save padding. A step's loss is a mean over its tokens, so batches of short documents next to batches
 of long ones would give the short ones' tokens many times the weight that the score gives them. It costs: with eight
-rows to a batch and lengths about a median of 300, 37 to 60 % of the positions are padding. Packing saves it and changes no
-weight; ``short_to_long`` is there for who wants it.
+rows to a batch and lengths about a median of 300, 37 to 60 % of the positions are padding. Packing saves it and changes
+no weight; ``short_to_long`` is there for who wants it.
 """
 
 from __future__ import annotations
