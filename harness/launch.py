@@ -179,7 +179,7 @@ class _Run:
     killed_as: TrialState | None = None
     """Why this driver killed it, if it did."""
     unreadable: str | None = None
-    outcome: Result | None = None
+    outcome: Result | Merged | None = None
     last_point: CurvePoint | None = None
     ended: float | None = None
     _control: socket.socket = field(init=False)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.config import Adapter, TrialConfig
-from harness.jobs.failures import ConfigRefused, WeightsRefused
+from harness.jobs.failures import ConfigRefused
 from harness.jobs.model import freeze
 from harness.jobs.weights import ADAPTER_FILE, read_tensors, shapes_of
 from harness.sizes import BaseFacts
@@ -215,6 +215,6 @@ def _tensors(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def _fill(model: PeftModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    result = set_peft_model_state_dict(model, dict(tensors))
-    if result.unexpected_keys:
-        raise WeightsRefused(f"PEFT does not know {result.unexpected_keys[0]}")
+    """Copy tensors whose names and shapes were compared before."""
+    result: Any = set_peft_model_state_dict(model, dict(tensors))
+    assert not result.unexpected_keys, f"PEFT does not know {result.unexpected_keys[0]}"

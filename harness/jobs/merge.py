@@ -38,7 +38,7 @@ def _merge(job: MergeJob, split: EncodedSplit, device: torch.device) -> Merged:
     if job.config.quantization != "none":
         base = load_base(job.base, unquantized, device, torch.float32)
         parts = adapters.held_in(adapters.load(base, unquantized, facts, job.base, job.weights), torch.float32, device)
-    whole = parts.merge_and_unload()  # type: ignore[operator]  # PEFT forwards it to the tuner
+    whole = parts.merge_and_unload()  # PEFT forwards it to the tuner
     write_whole(target, job.tokenizer, lambda folder: save_full(whole, folder))
     saved = load_base(job.base, unquantized, device, torch.float32)
     fill(saved, target)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -49,7 +50,9 @@ def load_base(folder: Path, config: TrialConfig, device: torch.device, dtype: to
     What is not a linear layer stays in ``dtype`` beside 4-bit weights, and they are multiplied in it. `ConfigRefused`
     if bitsandbytes is not installed.
     """
-    options = {} if config.quantization == "none" else {"quantization_config": _in_4_bits(config, dtype)}
+    options: dict[str, Any] = (
+        {} if config.quantization == "none" else {"quantization_config": _in_4_bits(config, dtype)}
+    )
     if options and device.type != "cpu":
         options["device_map"] = {"": device}  # 4-bit weights are made on the device and cannot be moved there
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -59,7 +62,7 @@ def load_base(folder: Path, config: TrialConfig, device: torch.device, dtype: to
         # On some CPUs bitsandbytes would round the scales of 4-bit weights, in place, at the first evaluation: a probe
         # would change what is trained, and the score would depend on the CPU.
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            vars(module)["support_avx512bf16_for_cpu"] = False
     if not options:
         model.to(device)  # type: ignore[arg-type]  # the stub of `to` knows fewer overloads than the method
     return model
@@ -119,7 +122,7 @@ def without_dropout(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # of the functional kind: no module of its own
+            vars(module)["attention_dropout"] = 0.0  # of the functional kind: no module of its own
 
 
 def save_full(model: PreTrainedModel, folder: Path) -> None:

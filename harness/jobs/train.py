@@ -92,8 +92,6 @@ class Training:
         torch.manual_seed(job.seed)
         self.adapted: Adapted | None = None
         self.model = self._base() if job.base is not None else self._fresh(split)
-        if job.config.gradient_checkpointing:
-            self._recompute_activations()
         self.reference = self._reference()
         self.probe = self._probe() if job.probe_points else None
         self.optimizer = make_optimizer(job.config, self.model, device)
@@ -106,6 +104,8 @@ class Training:
         model = build_model(self.job.config, split.vocabulary, split.separator)
         if self.job.start is not None:
             fill(model, self.job.start)
+        if self.job.config.gradient_checkpointing:
+            model.activation_checkpointing_enable()
         model.to(self.device)  # type: ignore[arg-type]  # the stub of `to` knows fewer overloads than the method
         return model
 
@@ -117,6 +117,10 @@ class Training:
         model = load_base(job.base, config, self.device, DTYPES[config.precision if frozen else "fp32"])
         if job.task == "dpo":
             without_dropout(model)  # the reference has none, and both must give the same where nothing was learnt
+        if config.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+            if frozen:
+                model.enable_input_require_grads()  # type: ignore[no-untyped-call]  # else nothing before the first adapter asks for a gradient
         if not frozen:
             if job.start is not None:
                 fill(model, job.start)
@@ -129,11 +133,6 @@ class Training:
         )
         self.adapted.model.to(self.device)
         return self.adapted.model
-
-    def _recompute_activations(self) -> None:
-        self.model.gradient_checkpointing_enable()  # type: ignore[operator]  # both kinds of model have it
-        if self.adapted is not None:
-            self.adapted.model.enable_input_require_grads()  # frozen embeddings give no gradient to hang on to
 
     def _reference(self) -> torch.nn.Module | None:
         """Return the frozen copy of the base that preferences are trained against, None if the adapter has an off."""

@@ -34,7 +34,7 @@ def common_arguments(job: TrainJob) -> dict[str, Any]:
         "seed": job.seed,
         "use_cpu": job.device == "cpu",
         "bf16": config.precision == "bf16",
-        "gradient_checkpointing": config.gradient_checkpointing,
+        "activation_checkpointing": config.gradient_checkpointing,
         "neftune_noise_alpha": config.regularization.neftune_alpha or None,
         "report_to": "none",
         "save_strategy": "no",

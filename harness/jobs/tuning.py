@@ -76,7 +76,7 @@ class FrozenDPOTrainer(_Tuned, DPOTrainer):
         arguments = DPOConfig(
             **common_arguments(job),
             beta=preference.beta,
-            loss_type=preference.loss,
+            loss_type=[preference.loss],
             label_smoothing=smoothing,
             max_length=None,
             disable_dropout=False,  # the base's is off already; the adapter's is the config's

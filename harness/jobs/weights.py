@@ -50,12 +50,11 @@ def read_tensors(folder: Path, file: str, expected: Shapes) -> dict[str, torch.T
 
 
 def write_whole(folder: Path, tokenizer: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a new folder, add the tokenizer's files, and put it where ``folder`` is."""
+    """Let ``write`` fill a new folder beside the tokenizer's files, and put it where ``folder`` is."""
     aside = folder.with_name(f"{folder.name}.new")
     for leftover in (aside, folder):
         if leftover.exists():
             shutil.rmtree(leftover)
-    aside.mkdir()
+    shutil.copytree(tokenizer, aside)  # first: nothing of it may replace weights
     write(aside)
-    shutil.copytree(tokenizer, aside, dirs_exist_ok=True)
     aside.replace(folder)
