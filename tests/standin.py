@@ -98,7 +98,7 @@ def make_base(
 
 def prepare(folder: Path) -> Path:
     """Add ``base.json``, so that ``folder`` is what a study keeps under ``data/base``."""
-    from harness.base import facts_of
+    from harness.jobs.facts import facts_of
 
     facts = facts_of(folder, name=str(folder), revision=None, digest="0" * 64)
     (folder / "base.json").write_text(facts.model_dump_json(indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A model as it was found, made into what a study keeps: a child that turns one folder or GGUF file into another folder.
+"""A model as it was found, made into what a study keeps: a child that turns a folder or a GGUF file into a folder.
 
 ``python -I -m harness.jobs.convert`` reads a `Conversion` from standard input and fills its target, which only the
 driver publishes. It exits with 0 when the target is whole, or writes one line of JSON, ``{"refused": "why"}``, and
@@ -51,10 +51,7 @@ class Conversion(Record):
 
 def convert(order: Conversion) -> None:
     """Fill the target; `BadInput` says why the source cannot be a base model."""
-    if order.source.is_file():
-        notes = _from_gguf(order)
-    else:
-        notes = _from_folder(order)
+    notes = _from_gguf(order) if order.source.is_file() else _from_folder(order)
     weights = order.target if any(order.target.glob("*.safetensors")) else order.source
     facts = facts_of(
         weights, name=order.name, revision=order.revision, digest=order.digest, notes=(*notes, *_told(order.target))
@@ -95,7 +92,7 @@ def _differs(source: Path, config: PretrainedConfig) -> str | None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = dict(shapes_of(source))
     if config.tie_word_embeddings:
@@ -114,28 +111,33 @@ def _differs(source: Path, config: PretrainedConfig) -> str | None:
 
 def _loaded(source: Path) -> PreTrainedModel:
     """Return the model with every weight from the files; `BadInput` if some are missing."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", trust_remote_code=False, use_safetensors=True, output_loading_info=True
-        )
+        return _complete(source, source, dtype="auto", use_safetensors=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise BadInput(f"{source} cannot be loaded: {_line(error)}") from error
-    missing = sorted(report["missing_keys"])
+
+
+def _complete(source: Path, folder: Path, **how: Any) -> PreTrainedModel:
+    """Load a model; `BadInput` if the files lack some of its weights, which would then be random."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True, **how)
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise BadInput(
-            f"{source} lacks weights: {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''} ({len(missing)} in"
-            " all) are not in its files, so they would be random"
+            f"{source} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}"
+            f"{' …' if len(missing) > 3 else ''} ({len(missing)} in all) are not in it"
         )
-    return model  # type: ignore[no-any-return]  # the stub of from_pretrained returns Any
+    return model
 
 
 def _resize(model: PreTrainedModel, entries: int) -> str:
     """Give every entry of the tokenizer a row; new ones are drawn around the mean of the old (Hewitt, 2021)."""
     import torch
 
-    before = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    embedding: Any = model.get_input_embeddings()
+    before = embedding.weight.shape[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same model every time
         model.resize_token_embeddings(entries, mean_resizing=True)
@@ -151,27 +153,18 @@ def _resize(model: PreTrainedModel, entries: int) -> str:
 def _from_gguf(order: Conversion) -> list[str]:
     """Load a GGUF file, dequantized, and save it in the standard layout."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import AutoConfig
 
     source, target = order.source, order.target
-    folder, file = str(source.parent), source.name
     parameters, kinds = _gguf_tensors(source)
     kind, width = (torch.bfloat16, 2) if parameters > BIG_PARAMETERS else (torch.float32, 4)
     _refuse_full_disk(order, parameters * width)
     try:
-        described = load_gguf_checkpoint(str(source))["config"]
-        if not described.get("model_type"):
-            raise ValueError("it describes no model")
-        tokenizer = _tokenizer(source.parent, gguf_file=file)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, dtype=kind, trust_remote_code=False, output_loading_info=True
-        )
+        AutoConfig.from_pretrained(source.parent, gguf_file=source.name)  # says it of an unknown architecture
+        tokenizer = _tokenizer(source.parent, gguf_file=source.name)
+        model = _complete(source, source.parent, gguf_file=source.name, dtype=kind)
     except (OSError, ValueError, KeyError, IndexError, TypeError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"{source} cannot be converted: {_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise BadInput(f"{source} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}")
     config = model.config
     del config.quantization_config  # save_pretrained refuses what it takes for quantized weights
     config.architectures = [type(model).__name__]

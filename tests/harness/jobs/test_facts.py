@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base import facts_of
+from harness.jobs.facts import facts_of
 from harness.errors import BadInput
 from harness.sizes import BaseFacts
 from tests.standin import make_base, prepare
