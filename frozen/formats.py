@@ -90,10 +90,16 @@ class Source:
     """Where text comes from, and the name under which it is sampled and reported."""
 
     name: str
-    path: Path
+    path: Path | None = None
     """A file, or a folder that is read recursively (hidden files and folders are left out); may be a link itself."""
     format: Format = "auto"
     """``auto`` goes by suffix."""
+    hub: str | None = None
+    revision: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    column: str | None = None
+    general: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,7 @@ def read(source: Source) -> Reading:
     if not source.name.strip():
         raise SourceError(f"the source {source.path} has an empty name: give it one")
     reading = Reading()
+    assert source.path is not None
     try:
         if source.path.is_dir():
             for path in _files(source.path, reading):
@@ -158,6 +165,7 @@ def read(source: Source) -> Reading:
 
 def readable_bytes(source: Source) -> int:
     """Return the size of the files that `read` would read, without reading them; `SourceError` as there."""
+    assert source.path is not None
     try:
         if not source.path.is_dir():
             return source.path.stat().st_size

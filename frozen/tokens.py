@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -252,12 +252,38 @@ class Prepared:
         return int(self.report["vocabulary"])
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokenizer:
+    """Stand-in until the data's own is merged."""
+
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokenizer:
+    """Stand-in until the data's own is merged."""
+
+    folder: Path
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSource:
+    """Stand-in until the data's own is merged."""
+
+    source: Source
+    bytes: int
+
+
 def prepare(
     sources: Sequence[Source],
     sizes: SplitSizes,
-    vocabulary: int,
+    tokenizer: NewTokenizer | GivenTokenizer | int,
     cache: Path,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    kind: Literal["text", "conversation", "preference"] = "text",
+    guard: GuardSource | None = None,
 ) -> Prepared:
     """Read, clean, split and encode sources once; the same inputs are found in the cache the next time.
 
@@ -267,6 +293,10 @@ def prepare(
     """
     from filelock import FileLock
 
+    tokenizer = NewTokenizer(tokenizer) if isinstance(tokenizer, int) else tokenizer
+    if not isinstance(tokenizer, NewTokenizer) or kind != "text" or guard is not None:
+        raise SourceError("this part of the data is not built yet")
+    vocabulary = tokenizer.vocabulary
     names = [source.name for source in sources]
     if not sources or len(set(names)) != len(names):
         raise SourceError(f"expected one or more sources with different names, got {', '.join(names) or 'none'}")
