@@ -48,6 +48,8 @@ class Base:
     facts: BaseFacts
     digests: Mapping[str, str]
     """SHA-256 of every file but ``base.json``, by name, as they were when the folder was made."""
+    remedy: str = "it is not as it was when the base model was prepared: remove its folder and make the study again"
+    """What to say where the bytes have changed since."""
 
     def link(self, target: Path) -> None:
         """Give the folder a second name inside a study, with the facts as this study's owner named the model."""
@@ -62,10 +64,7 @@ class Base:
         found.pop(FACTS, None)
         wrong = sorted(name for name in found.keys() | self.digests.keys() if found.get(name) != self.digests.get(name))
         if wrong:
-            raise BadInput(
-                f"{self.folder / wrong[0]} is not as it was when the base model was prepared: remove {self.folder} and"
-                " make the study again"
-            )
+            raise BadInput(f"{self.folder / wrong[0]}: {self.remedy}")
 
 
 def locate(name: str, *, revision: str | None = None) -> Path | None:
