@@ -37,6 +37,7 @@ READ_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 MANIFEST = "manifest.json"
 FACTS = "base.json"
+COMMAND = (sys.executable, "-I", "-m", "harness.jobs.convert")
 Say = Callable[[str], None]
 
 
@@ -69,6 +70,8 @@ class Base:
 
 def locate(name: str, *, revision: str | None = None) -> Path | None:
     """Return the local folder or file that a name stands for, or None for one on the Hub; `BadInput` if for neither."""
+    if not name.strip():
+        raise BadInput("--model names nothing: give a folder, a GGUF file or an id on the Hub")
     path = Path(name).expanduser()
     try:
         there = path.exists()
@@ -193,7 +196,7 @@ def _take(source: Path, target: Path, *, linked: bool) -> None:
 def _run(order: Conversion) -> None:
     """Convert in a child: transformers and torch are no part of this process."""
     done = subprocess.run(
-        [sys.executable, "-I", "-m", "harness.jobs.convert"],
+        COMMAND,
         input=order.model_dump_json(),
         capture_output=True,
         text=True,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs.facts import facts_of
 from harness.errors import BadInput
+from harness.jobs.facts import facts_of
 from harness.sizes import BaseFacts
 from tests.standin import make_base, prepare
 
