@@ -57,9 +57,8 @@ LARGEST_PROBE_BYTES = 1 << 15
 LARGEST_VAL_BYTES_ON_CPU = 1 << 16
 """Of a base model on a CPU, where a forward pass of a million parameters takes what a fresh demo model's whole does."""
 LARGEST_GUARD_BYTES = 1 << 16
-LEAST_ANSWER_BYTES = 1 << 13
-"""Of val and of holdout in small sets of answers, where a tenth would be a handful of documents; never more than a
-twelfth of the rows' bytes, of which perhaps half are answers."""
+LEAST_PROBE_BYTES = 2_000
+"""Or half of what val has, if that is less: a probe of two rows says nothing."""
 ANSWER_CONTEXT = 1024
 """Tokens of a scoring window over conversations, at least: most of them fit as a whole."""
 BIG_BASE_PARAMETERS = 10**9
@@ -305,29 +304,25 @@ def _vocabulary(text_bytes: int) -> int:
 
 
 def _evaluation(plan: Plan, baseline: TrialConfig, base: BaseFacts | None) -> Evaluation:
-    """Derive the evaluation's constants: about a tenth of what is scored for val and for holdout each.
+    """Derive the evaluation's constants: a tenth of the data for val and for holdout each, the baseline's context.
 
-    Rows of answers are perhaps half answer, files on the Hub may be compressed or hold other subsets: there, a
-    twentieth of the bytes. The context is the baseline's; conversations get enough to stay whole.
+    Files on the Hub may be compressed or hold other subsets: there, a twentieth. Conversations get enough context to
+    stay whole.
     """
-    size = plan.text_bytes
-    answers = KINDS[plan.task] != "text"
     context = baseline.batch.sequence_length
-    if answers:
+    if KINDS[plan.task] != "text":
         context = max(context, ANSWER_CONTEXT)
     if base is not None and base.context is not None:
         context = min(context, base.context)
     on_cpu = origin.device() == "cpu"
-    uncertain = answers or any(source.hub is not None for source in plan.sources)
-    tenth = size // (20 if uncertain else 10)
-    if answers:
-        tenth = max(tenth, min(LEAST_ANSWER_BYTES, size // 12))
     largest = LARGEST_VAL_BYTES_ON_CPU if base is not None and on_cpu else LARGEST_VAL_BYTES
+    share = 20 if any(source.hub is not None for source in plan.sources) else 10
+    val = max(1, min(plan.text_bytes // share, largest))
     return Evaluation(
         context=context,
         stride=max(1, context // 2),
-        probe_bytes=max(1, min(tenth // 4, LARGEST_PROBE_BYTES, largest // 4)),
-        val_bytes=max(1, min(tenth, largest)),
-        holdout_bytes=max(1, min(tenth, largest)),
+        probe_bytes=min(max(1, val // 4, min(LEAST_PROBE_BYTES, val // 2)), LARGEST_PROBE_BYTES),
+        val_bytes=val,
+        holdout_bytes=val,
         precision="bf16" if base is not None and not on_cpu and base.parameters >= BIG_BASE_PARAMETERS else "fp32",
     )

@@ -232,11 +232,12 @@ def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
 
 
 def _recognised(name: str, report: Mapping[str, Any]) -> str:
-    """Say what a source was taken for and how much of it there is."""
+    """Say what a source was taken for, why, and how much of it there is."""
     read = report["read"][name]
-    form = report.get("formats", {}).get(name)
-    counts = ", ".join(f"{count} {what}" for what, count in read.items() if what != "bytes")
-    return f"Source {name}: {f'read as {form}: ' if form else ''}{counts}, {disk.readable(read['bytes'])}."
+    found = report.get("sources", {}).get(name, {})
+    form = f"read as {found['format']} ({found['why']}), " if found.get("format") and found.get("why") else ""
+    notes = "".join(f"; {note}" + (f" ({count})" if count else "") for note, count in found.get("notes", {}).items())
+    return f"Source {name}: {form}{read['documents']} documents, {disk.readable(read['bytes'])}{notes}."
 
 
 def _say_duplicates(name: str, report: dict[str, Any], say: Say) -> None:

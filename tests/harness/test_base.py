@@ -122,7 +122,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases, "_run", convert)
 
 
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.process
