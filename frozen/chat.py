@@ -49,9 +49,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from frozen.conversations import Conversation, Role, Turn, with_contents
 from frozen.encoder import Encoder, Pieces
 from frozen.rows import SourceError
-
-CONTEXT, ANSWER, END = 0, 1, 2
-"""Marks of a token in a conversation."""
+from frozen.splits import ANSWER, CONTEXT, END
 
 TODAY = datetime.date(2024, 7, 26)
 """What templates are told the date is."""

@@ -5,8 +5,8 @@ only where a chat template writes it; in what people wrote it is text like any o
 (`Encoder.as_text`). Other added tokens (``<think>``) are part of the vocabulary of text and stay what they are.
 
 Sentencepiece-style tokenizers put a space before what they encode. That is right at the start of a text and wrong in
-its middle, so a part of a text is encoded behind what stands before it there (`Encoder.part`): a special token, or a
-line feed in the place of text.
+its middle, so a part of a text is encoded behind a line feed, and the line feed's tokens are taken away
+(`Encoder.part`). Some put the space behind special tokens as well; that is found out when they are loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -75,7 +75,8 @@ class Encoder:
         self.bos, self.eos, self.unknown = (self._id_of(name) for name in ("bos_token", "eos_token", "unk_token"))
         spelled = sorted((self._content(number) for number in self.special), key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, filter(None, spelled))) or r"(?!)")
-        self._prefixes = self._adds_prefixes()
+        self._unlike_start = self._differing()
+        self._prefixes = "text" in self._unlike_start
 
     @property
     def size(self) -> int:
@@ -122,14 +123,10 @@ class Encoder:
 
     def part(self, text: str, after: Literal["nothing", "special", "text"]) -> Pieces:
         """Return the tokens of a part of a text, none of them special, as they are behind what stands before it."""
-        if after == "nothing" or not self._prefixes or not text:
+        if not text or after not in self._unlike_start:
             return self.as_text(text)
-        if after == "special" and self.special and not self.spells_special(text):
-            anchor = self._content(min(self.special))
-            pieces = self.as_template(anchor + text)
-        else:
-            anchor = "\n"
-            pieces = self.as_text(anchor + text)
+        anchor = "\n"
+        pieces = self.as_text(anchor + text)
         begin = next((index for index, (start, _) in enumerate(pieces.spans) if start >= len(anchor)), None)
         if begin is None or any(end > len(anchor) for _, end in pieces.spans[:begin]):
             return self.as_text(text)  # the anchor and the text are one token: there is no telling them apart
@@ -164,13 +161,16 @@ class Encoder:
             raise SourceError(f"the tokenizer in {self.folder} makes special tokens of plain text: it cannot be used")
         return Pieces(ids, spans)
 
-    def _adds_prefixes(self) -> bool:
-        """Tell whether the start of a text is encoded differently from its middle."""
-        for text in ("a", "1", "é", "."):
-            alone, behind = self._plain.encode(text).ids, self._plain.encode("\n" + text).ids
-            if behind[-len(alone) :] != alone or len(behind) != len(alone) + len(self._plain.encode("\n").ids):
-                return True
-        return False
+    def _differing(self) -> frozenset[str]:
+        """Return behind what the middle of a text is encoded in another way than its start."""
+        found = set()
+        special = [] if not self.special else [self._content(min(self.special))]
+        for after, anchors in (("special", special), ("text", ["\n"])):
+            for anchor, text in product(anchors, ("a", "1", "é", ".")):
+                before = self.as_template(anchor).ids
+                if self.as_template(anchor + text).ids != [*before, *self._plain.encode(text).ids]:
+                    found.add(after)
+        return frozenset(found)
 
     # --- tokens to text -------------------------------------------------------------------------------------------
 

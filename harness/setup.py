@@ -24,7 +24,7 @@ from typing import Any
 from frozen.corpus import SplitSizes
 from frozen.formats import Source, SourceError, readable_bytes
 from frozen.timer import Budget
-from frozen.tokens import Prepared, prepare
+from frozen.tokens import NewTokenizer, Prepared, prepare
 from harness import disk, files, origin
 from harness.config import TrialConfig, Value
 from harness.errors import BadInput
@@ -273,7 +273,10 @@ def _evaluation(text_bytes: int, baseline: TrialConfig) -> Evaluation:
 
 def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     file = checked.file
-    sources = [Source(name=s.name, path=Path(s.path or ""), format=s.format) for s in file.study.data]
+    sources = [
+        Source(name=s.name, path=Path(s.path or ""), format=s.format, column=s.column, general=s.general)
+        for s in file.study.data
+    ]
     sizes = SplitSizes(
         probe_bytes=file.eval.probe_bytes, val_bytes=file.eval.val_bytes, holdout_bytes=file.eval.holdout_bytes
     )
@@ -281,7 +284,7 @@ def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     cache.mkdir(parents=True, exist_ok=True)
     say(f"Reading and encoding {disk.readable(checked.text_bytes)} of text.")
     try:
-        prepared = prepare(sources, sizes, file.study.vocabulary, cache, say)
+        prepared = prepare(sources, sizes, NewTokenizer(file.study.vocabulary), cache, say)
     except ValueError as error:  # `SourceError` is one
         raise BadInput(str(error)) from error
     for name, found in prepared.report["rejected"].items():
