@@ -245,11 +245,11 @@ class Chat:
     def _sound(self, layout: _Layout, pieces: Pieces) -> bool:
         """Tell whether every special token is one that the template wrote."""
         begins = [piece.begin for piece in layout.pieces]
-        for token, (start, end) in zip(*pieces, strict=True):
-            if token in self.encoder.special:
-                piece = layout.pieces[bisect.bisect_right(begins, start) - 1]
-                if piece.turn is not None or end > piece.end:
-                    return False
+        special = self.encoder.special
+        for start, end in [span for token, span in zip(*pieces, strict=True) if token in special]:
+            piece = layout.pieces[bisect.bisect_right(begins, start) - 1]
+            if piece.turn is not None or end > piece.end:
+                return False
         return True
 
     def _exact(self, layout: _Layout, answer: _Piece, pieces: Pieces) -> bool:

@@ -39,7 +39,20 @@ from frozen.conversations import (
 from frozen.folders import TEXT_SUFFIXES, files_of
 from frozen.rows import Item, Rejected, Row, SourceError
 
-__all__ = ["Content", "Document", "Format", "Kind", "Reading", "Rejected", "Source", "SourceError", "read"]
+__all__ = [
+    "Content",
+    "Document",
+    "Format",
+    "Kind",
+    "Reading",
+    "Rejected",
+    "Source",
+    "SourceError",
+    "fault_of",
+    "look",
+    "read",
+    "readable_bytes",
+]
 
 Format = Literal[
     "auto", "text", "jsonl", "alpaca", "chat", "prompt_completion", "preference", "csv", "parquet", "saved"
@@ -137,6 +150,15 @@ def read(source: Source) -> Reading:
 
     `SourceError` if it does not exist, cannot be read, holds no text, or holds too much that is malformed.
     """
+    reading = look(source)
+    fault = fault_of(source, reading)
+    if fault is not None:
+        raise SourceError(fault)
+    return reading
+
+
+def look(source: Source) -> Reading:
+    """Return what a source holds, however much of it is malformed; `SourceError` if it cannot be read at all."""
     if not source.name.strip():
         raise SourceError(f"the source {source.place} has an empty name: give it one")
     reading = Reading()
@@ -146,7 +168,6 @@ def read(source: Source) -> Reading:
         raise SourceError(
             f"source {source.name}: {error.filename or source.place} cannot be read: {error.strerror or error}"
         ) from error
-    _refuse_if_useless(source, reading)
     return reading
 
 
@@ -349,18 +370,19 @@ def _add_text(source: Source, text: str, where: str, reading: Reading) -> None:
         reading.reject(where, "empty", malformed=False)
 
 
-def _refuse_if_useless(source: Source, reading: Reading) -> None:
-    """Raise if nothing was read, or so much was malformed that the format is probably another one."""
+def fault_of(source: Source, reading: Reading) -> str | None:
+    """Say why a source is refused: nothing was read, or so much is malformed that the format is probably another."""
     seen = len(reading.documents) + reading.malformed
     broken = [item for item in reading.rejected if item.malformed]
     examples = "; ".join(f"{item.where}: {item.reason}" for item in (broken or reading.rejected)[:3])
     if reading.malformed > MALFORMED_LIMIT * seen:
         read_as = "" if reading.shape == "text" else f", read as {reading.shape} because {reading.why}"
-        raise SourceError(
+        return (
             f"source {source.name}: {reading.malformed} of {seen} documents in {source.place} are malformed"
             f" (at most {MALFORMED_LIMIT:.0%} may be){read_as}: {examples}"
         )
     if not reading.documents:
         others = ", ".join(f"{count} {suffix}" for suffix, count in reading.other_files.most_common(5))
         found = examples or (f"only files that are not read as text: {others}" if others else "nothing in it")
-        raise SourceError(f"source {source.name}: {source.place} holds no text ({found})")
+        return f"source {source.name}: {source.place} holds no text ({found})"
+    return None
