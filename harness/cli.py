@@ -21,7 +21,7 @@ from harness.interrupts import INTERRUPTED, Interrupts, sentence
 COMMANDS = (
     *("init", "run", "propose", "pause", "resume", "stop"),
     *("status", "ledger", "lineage", "show", "compare", "briefing"),
-    *("replay", "verify", "report", "mcp", "doctor"),
+    *("replay", "verify", "report", "mcp", "data", "doctor"),
 )
 EPILOG = "STUDY is a name under runs/ or a path; where it may be left out, it is the only study or the one that runs."
 
@@ -246,6 +246,13 @@ def _other_commands(commands: _Commands) -> None:
     _study(command)
     command.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in the study)")
     _study(_add(commands, "mcp", "harness.acting:mcp", "serve a coding agent over stdio (MCP); it starts this itself"))
+    command = _add(commands, "data", "harness.data:data", "what would be made of data: formats, duplicates, samples")
+    command.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or Hub data sets; or NAME=PATH")
+    command.add_argument("--format", default="auto", metavar="F", help="what they hold (default: it is recognised)")
+    command.add_argument("--column", metavar="C", help="field that holds the text, where it is not the usual one")
+    command.add_argument("--task", metavar="T", help="also check that it fits: pretrain, continue, sft, dpo")
+    command.add_argument("--model", metavar="FOLDER", help="a model's folder: count tokens, try its chat template")
+    _json(command)
     command = _add(commands, "doctor", "harness.doctor:doctor", "what this machine offers a search")
     _json(command)
 
