@@ -1,40 +1,52 @@
 """Documents to splits: clean, cut, deduplicate, and divide by content.
 
-A split must be a function of the texts alone: not of file names, the order of reading, the machine or a random number.
-So every text has the SHA-256 of its UTF-8 bytes as its name, and splits are filled in the order of these digests:
-holdout, val, probe, and the rest is train.
+A split must be a function of the contents alone: not of file names, the order of reading, the machine or a random
+number. So every text has the SHA-256 of its UTF-8 bytes as its name, and splits are filled in the order of these
+digests: holdout, val, probe, and the rest is train.
 
-**Long documents** are cut into pieces of at most 16 KiB, at line borders that the text itself chooses (a line's own
+**Long texts** are cut into pieces of at most 16 KiB, at line borders that the text itself chooses (a line's own
 checksum decides, after half a piece), so that two versions of a long document are cut at the same places again after
 the lines in which they differ. A piece is what everything below calls a text. Pieces of one document go to one split,
 because a model that has trained on half a document knows its names; only a document so long that it would fill an
 eighth of the smallest split alone is spread by its pieces.
 
+**Conversations and pairs of answers** are never cut. Those that begin with the same question (the first user turn, but
+for case and white space) go to one split, whatever the answers: a model is not asked in val what it was told in train.
+Where so many share a question that they would fill an eighth of the smallest split (a greeting), they are spread; then
+pairs with the same whole prompt still stay together, and a conversation whose first answer is a held-out one's as well
+is dropped from train.
+
 **Leakage.** Equal texts and near-duplicates are dropped wherever they are, before the division, so no split holds two
 versions of a text. Then train texts that quote most of a held-out text (or are mostly such a quote) are dropped from
-train. Both are reported.
+train. Of conversations, near-duplicates are those that resemble each other as a whole and in their answers alone, and
+quotes are looked for in the answers: many questions about one article are not one question. System turns, and runs of
+words that more than one in a hundred conversations have in their questions (a template's), are not compared at all.
+
+**General** sources are trained on only. They give way to the others: a text of theirs that one of the others holds as
+well is dropped here. A **guard** set is chosen by digest like a split; what train shares with it is dropped from train.
+All of this is reported.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from frozen.duplicates import HeldOut, Shingles, near_duplicates, shingles
+from frozen.conversations import Preference, canonical
+from frozen.duplicates import near_duplicates, shingles
 from frozen.formats import Document, SourceError
+from frozen.leaks import Compared, Leaks, compared, key_of, question_of
+from frozen.pieces import PIECE_BYTES, Kept, cut, digest_of, normalise
+
+__all__ = ["GUARD", "HELD_OUT", "SPLITS", "Corpus", "CorpusReport", "Kept", "SplitSizes", "distinct", "split_corpus"]
 
 HELD_OUT = ("holdout", "val", "probe")
 """In the order in which they are filled."""
 SPLITS = ("train", "probe", "val", "holdout")
-PIECE_BYTES = 16 * 1024
-_BORDER_LINES = 16
-"""One line in so many may end a piece once the piece is half full."""
-_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
+GUARD = "guard"
+"""The split of a guard set."""
 _UNIT_SHARE = 8
 """A document stays together if it is at most this part of the smallest held-out split."""
 
@@ -63,22 +75,6 @@ class SplitSizes:
         return 2 * (self.probe_bytes + self.val_bytes + self.holdout_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One text of a split."""
-
-    digest: str
-    """SHA-256 of the text's UTF-8 bytes, in hexadecimal."""
-    source: str
-    text: str
-    """As it is trained on and scored: line ends are ``\\n``, no byte-order mark."""
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes: what a score per byte is divided by."""
-        return len(self.text.encode("utf-8"))
-
-
 @dataclass(slots=True)
 class CorpusReport:
     """What became of the documents, in counts and UTF-8 bytes, for people; `as_json` for the report file."""
@@ -103,7 +99,7 @@ class CorpusReport:
         return {
             "read": {source: dict(counts) for source, counts in sorted(self.read.items())},
             "dropped": _plain(self.dropped),
-            "splits": {name: _plain(self.splits)[name] for name in SPLITS if name in self.splits},
+            "splits": {name: _plain(self.splits)[name] for name in (*SPLITS, GUARD) if name in self.splits},
         }
 
 
@@ -113,27 +109,63 @@ def _plain(table: Mapping[str, Mapping[str, Counter[str]]]) -> dict[str, dict[st
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The four splits, each in the order of its texts' digests."""
+    """The splits, each in the order of its texts' digests."""
 
     splits: dict[str, list[Kept]]
+    """The four, and `GUARD` if there is a guard set."""
     report: CorpusReport
 
 
-def split_corpus(
-    documents: Iterable[Document], sizes: SplitSizes, progress: Callable[[str], None] = lambda _: None
-) -> Corpus:
-    """Return the four splits; `SourceError`, with numbers, if the texts do not fill them."""
+Units = dict[str, list[Kept]]
+"""Texts that go to one split together, by the digest that decides which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Distinct:
+    """Texts of which no two say the same."""
+
+    units: Units
+    general: list[Kept]
+    known: dict[str, Compared]
+
+
+def distinct(
+    documents: Iterable[Document], general: Collection[str] = (), progress: Callable[[str], None] = lambda _: None
+) -> CorpusReport:
+    """Return what of documents would be dropped as duplicates, without dividing the rest."""
     report = CorpusReport()
-    units = _units(documents, sizes, report)
-    units = _without_equals(units, report)
-    texts = sorted((kept for unit in units.values() for kept in unit), key=lambda kept: kept.digest)
-    progress(f"looking for near-duplicates among {len(texts)} texts")
-    known = {kept.digest: shingles(kept.text) for kept in texts}
-    units = _without_near_duplicates(units, texts, known, report, progress)
-    _refuse_if_too_small(units, sizes, report)
-    splits = _divide(units, sizes)
-    splits["train"] = _without_quotes(splits, known, report)
-    _refuse_if_too_small({"": splits["train"]}, sizes, report, train=True)
+    _distinct(documents, general, PIECE_BYTES, report, progress)
+    return report
+
+
+def split_corpus(
+    documents: Iterable[Document],
+    sizes: SplitSizes,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    general: Collection[str] = (),
+    guard: Sequence[Document] = (),
+    guard_bytes: int = 0,
+) -> Corpus:
+    """Return the splits; `SourceError`, with numbers, if the texts do not fill them.
+
+    ``general`` names the sources that are trained on only; ``guard`` holds the texts of which a guard set of at most
+    ``guard_bytes`` is chosen.
+    """
+    report = CorpusReport()
+    together = max(PIECE_BYTES, min(map(sizes.of, HELD_OUT)) // _UNIT_SHARE)
+    found = _distinct(documents, general, together, report, progress)
+    aside = {*general, *(document.source for document in guard)}
+    _refuse_if_too_small(found.units, sizes, report, aside)
+    splits = _divide(found.units, sizes)
+    guarded = _guard_set(guard, guard_bytes, report) if guard else []
+    held_out = [kept for name in HELD_OUT for kept in splits[name]]
+    leaks = Leaks(held_out, guarded, found.known)
+    splits["train"] = leaks.without(splits["train"], report.drop)
+    _refuse_if_too_small({"": splits["train"]}, sizes, report, aside, train=True)
+    splits["train"] += leaks.without(found.general, report.drop)
+    if guarded:
+        splits[GUARD] = guarded
     for name, split in splits.items():
         split.sort(key=lambda kept: kept.digest)
         for kept in split:
@@ -141,29 +173,54 @@ def split_corpus(
     return Corpus(splits, report)
 
 
-Units = dict[str, list[Kept]]
-"""Texts that go to one split together, by the digest that decides which."""
+def _distinct(
+    documents: Iterable[Document],
+    general: Collection[str],
+    together: int,
+    report: CorpusReport,
+    progress: Callable[[str], None],
+) -> _Distinct:
+    """Return the texts without equals and near-duplicates; general ones give way to the others."""
+    own: list[Document] = []
+    others: list[Document] = []
+    for document in documents:
+        (others if document.source in general else own).append(document)
+    units = _without_equals(_units(own, together, report), report)
+    texts = _by_digest(kept for unit in units.values() for kept in unit)
+    seen = {kept.digest for kept in texts}
+    more = []
+    for kept in _by_digest(kept for unit in _units(others, together, report).values() for kept in unit):
+        if kept.digest in seen:
+            report.drop(kept, "equal")
+        else:
+            seen.add(kept.digest)
+            more.append(kept)
+    texts += more
+    progress(f"looking for near-duplicates among {len(texts)} texts")
+    known = compared(texts)
+    dropped = _near_duplicates(texts, known, report, progress)
+    units = {
+        unit: left
+        for unit, members in units.items()
+        if (left := [kept for kept in members if kept.digest not in dropped])
+    }
+    return _Distinct(units, [kept for kept in more if kept.digest not in dropped], known)
 
 
-def digest_of(text: str) -> str:
-    """Return a text's name: SHA-256 of its UTF-8 bytes, in hexadecimal."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+def _by_digest(texts: Iterable[Kept]) -> list[Kept]:
+    return sorted(texts, key=lambda kept: kept.digest)
 
 
-def normalise(text: str) -> str:
-    """Return a text with line feeds as line ends, without byte-order mark, blank first lines and trailing space."""
-    return _trim(text.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff"))
+def _units(documents: Sequence[Document], together: int, report: CorpusReport) -> Units:
+    """Return the units of texts and of conversations; of contents in several sources, the first by name counts."""
+    texts = [document for document in documents if isinstance(document.content, str)]
+    others = [document for document in documents if not isinstance(document.content, str)]
+    return _text_units(texts, together, report) | _conversation_units(others, together, report)
 
 
-def _trim(text: str) -> str:
-    """Return a text without blank first lines and trailing white space; the first line keeps its indentation."""
-    return _BLANK_LINES.sub("", text).rstrip()
-
-
-def _units(documents: Iterable[Document], sizes: SplitSizes, report: CorpusReport) -> Units:
-    """Normalise and cut the documents. Where a text has several sources, the first by name counts."""
-    together = max(PIECE_BYTES, min(map(sizes.of, HELD_OUT)) // _UNIT_SHARE)
-    normal = sorted((document.source, normalise(document.text)) for document in documents)
+def _text_units(documents: Iterable[Document], together: int, report: CorpusReport) -> Units:
+    """Normalise and cut the texts."""
+    normal = sorted((document.source, normalise(canonical(document.content))) for document in documents)
     units: Units = {}
     for source, text in normal:
         size = len(text.encode("utf-8"))
@@ -185,40 +242,36 @@ def _units(documents: Iterable[Document], sizes: SplitSizes, report: CorpusRepor
     return units
 
 
-def cut(text: str) -> list[str]:
-    """Cut a text into pieces of at most 16 KiB; joined they are the text, but for white space at the borders."""
-    if len(text.encode("utf-8")) <= PIECE_BYTES:
-        return [text] if text else []
-    pieces = [_trim("".join(lines)) for lines in _groups(text)]
-    return [piece for piece in pieces if piece]
+def _conversation_units(documents: Iterable[Document], together: int, report: CorpusReport) -> Units:
+    """Put conversations and pairs that answer the same question together, unless they are very many."""
+    named = sorted(
+        ((document.source, canonical(document.content), document.content) for document in documents),
+        key=lambda item: item[:2],
+    )
+    groups: dict[str, dict[str, Kept]] = defaultdict(dict)
+    for source, name, content in named:
+        kept = Kept(digest_of(name), source, content)
+        report.read[source].update(documents=1, texts=1, bytes=kept.bytes)
+        group = groups[question_of(content)]
+        if kept.digest in group:
+            report.drop(kept, "equal")
+        else:
+            group[kept.digest] = kept
+    units: Units = defaultdict(list)
+    for question, group in groups.items():
+        spread = sum(kept.bytes for kept in group.values()) > together
+        for kept in group.values():
+            units[_unit_of(kept, question, spread=spread)].append(kept)
+    return dict(units)
 
 
-def _groups(text: str) -> Iterator[list[str]]:
-    """Yield runs of lines that make up pieces."""
-    group: list[str] = []
-    size = 0
-    for line in _lines(text):
-        content = line.encode("utf-8")
-        chosen = size >= PIECE_BYTES // 2 and zlib.crc32(content) % _BORDER_LINES == 0
-        if group and (chosen or size + len(content) > PIECE_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(line)
-        size += len(content)
-    yield group
-
-
-def _lines(text: str) -> Iterator[str]:
-    """Yield lines with their ends; a very long one comes in parts, cut after spaces if it has some."""
-    longest = PIECE_BYTES // 8  # characters: of up to four bytes each
-    for line in text.splitlines(keepends=True):
-        begin = 0
-        while len(line) - begin > longest:
-            space = line.rfind(" ", begin, begin + longest)
-            end = space + 1 if space > begin else begin + longest
-            yield line[begin:end]
-            begin = end
-        yield line[begin:]
+def _unit_of(kept: Kept, question: str, *, spread: bool) -> str:
+    """Return the digest that decides to which split a conversation goes."""
+    if not spread:
+        return digest_of(question)
+    if isinstance(kept.content, Preference):
+        return digest_of(key_of(kept.content.prompt))
+    return kept.digest
 
 
 def _without_equals(units: Units, report: CorpusReport) -> Units:
@@ -235,28 +288,40 @@ def _without_equals(units: Units, report: CorpusReport) -> Units:
     return result
 
 
-def _without_near_duplicates(
-    units: Units,
+def _near_duplicates(
     texts: Sequence[Kept],
-    known: Mapping[str, Shingles],
+    known: Mapping[str, Compared],
     report: CorpusReport,
     progress: Callable[[str], None],
-) -> Units:
-    """Drop every text that resembles one with a smaller digest."""
+) -> set[str]:
+    """Return the digests of the texts that resemble one before them; they are dropped."""
 
     def tell(done: int) -> None:
         if done and done % 1000 == 0:
             progress(f"near-duplicates: {done} of {len(texts)} texts compared")
 
-    dropped = {texts[index].digest for index in near_duplicates([known[kept.digest] for kept in texts], tell)}
-    result: Units = {}
-    for unit, members in units.items():
-        for kept in members:
-            if kept.digest in dropped:
-                report.drop(kept, "near-duplicate")
-            else:
-                result.setdefault(unit, []).append(kept)
-    return result
+    sides = [known[kept.digest] for kept in texts]
+    found = near_duplicates([one.whole for one in sides], tell, answers=[one.said for one in sides])
+    for index in sorted(found, key=lambda index: texts[index].digest):
+        report.drop(texts[index], "near-duplicate")
+    return {texts[index].digest for index in found}
+
+
+def _guard_set(documents: Iterable[Document], most_bytes: int, report: CorpusReport) -> list[Kept]:
+    """Return texts of at most so many bytes, in the order of their digests; `SourceError` if there is none."""
+    pieces = _text_units(documents, 0, report)
+    chosen: list[Kept] = []
+    left = most_bytes
+    for kept in _by_digest(kept for unit in pieces.values() for kept in unit):
+        if kept.bytes <= left:
+            chosen.append(kept)
+            left -= kept.bytes
+    found = near_duplicates([shingles(kept.text) for kept in chosen], lambda _: None)
+    for index in found:
+        report.drop(chosen[index], "near-duplicate")
+    if not chosen:
+        raise SourceError(f"the guard set has no text of at most {most_bytes} bytes: allow more")
+    return [kept for index, kept in enumerate(chosen) if index not in found]
 
 
 def _divide(units: Units, sizes: SplitSizes) -> dict[str, list[Kept]]:
@@ -272,27 +337,15 @@ def _divide(units: Units, sizes: SplitSizes) -> dict[str, list[Kept]]:
     return splits
 
 
-def _without_quotes(
-    splits: Mapping[str, Sequence[Kept]], known: Mapping[str, Shingles], report: CorpusReport
-) -> list[Kept]:
-    """Return the train texts that quote no held-out text."""
-    held_out = HeldOut([known[kept.digest] for name in HELD_OUT for kept in splits[name]])
-    train = []
-    for kept in splits["train"]:
-        if held_out.quoted_by(known[kept.digest]) is None:
-            train.append(kept)
-        else:
-            report.drop(kept, "quotes a held-out text")
-    return train
-
-
-def _refuse_if_too_small(units: Units, sizes: SplitSizes, report: CorpusReport, *, train: bool = False) -> None:
-    """Raise if what is left does not fill four splits, or train alone does not fill its half."""
+def _refuse_if_too_small(
+    units: Units, sizes: SplitSizes, report: CorpusReport, aside: Collection[str], *, train: bool = False
+) -> None:
+    """Raise if what is left does not fill four splits, or train alone its half; sources ``aside`` do not count."""
     left = sum(kept.bytes for members in units.values() for kept in members)
     least = sizes.least_bytes // 2 if train else sizes.least_bytes
     if left >= least:
         return
-    read = sum(counts["bytes"] for counts in report.read.values())
+    read = sum(counts["bytes"] for source, counts in report.read.items() if source not in aside)
     wanted = ", ".join(f"{sizes.of(name)} for {name}" for name in HELD_OUT)
     whole = "" if train else f" ({wanted}, and as much again for train)"
     raise SourceError(

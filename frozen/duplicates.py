@@ -55,11 +55,19 @@ def shingles(text: str) -> Shingles:
     return np.unique(runs * np.uint64(0xBF58476D1CE4E5B9))
 
 
-def near_duplicates(texts: Sequence[Shingles], progress: Callable[[int], None]) -> dict[int, int]:
+def near_duplicates(
+    texts: Sequence[Shingles],
+    progress: Callable[[int], None],
+    *,
+    answers: Sequence[Shingles] | None = None,
+    kept: int | None = None,
+) -> dict[int, int]:
     """Return which texts to drop: index of each near-duplicate to the index of the earlier text that it repeats.
 
     Earlier texts win, so the caller's order decides; the texts that stay do not resemble each other (as far as
-    candidates were found). ``progress`` is told how many texts are done.
+    candidates were found). ``progress`` is told how many texts are done. With ``answers``, one for each text, these
+    have to resemble each other too. With ``kept``, the first so many texts are those that the others are compared with,
+    and nothing else is compared.
     """
     # Imported here, because it takes a second.
     from datasketch import MinHash, MinHashLSH
@@ -71,21 +79,31 @@ def near_duplicates(texts: Sequence[Shingles], progress: Callable[[int], None]) 
         progress(number)
         if not len(text):
             continue
+        compared = kept is None or number >= kept
         sketch = MinHash(_PERMUTATIONS, hashfunc=int, permutations=permutations, scheme="affine64")
         sketch.update_batch(text)
-        for other in sorted(index.query(sketch)):
-            if _resemblance(text, texts[other]) >= RESEMBLANCE:
+        for other in sorted(index.query(sketch)) if compared else ():
+            alike = answers is None or _resemblance(answers[number], answers[other]) >= RESEMBLANCE
+            if alike and _resemblance(text, texts[other]) >= RESEMBLANCE:
                 dropped[number] = other
                 break
         else:
-            index.insert(number, sketch)
+            if kept is None or number < kept:
+                index.insert(number, sketch)
     return dropped
 
 
 def _resemblance(one: Shingles, other: Shingles) -> float:
     """Return the Jaccard index: common shingles as a share of all."""
     common = len(np.intersect1d(one, other, assume_unique=True))
-    return common / (len(one) + len(other) - common)
+    return common / (len(one) + len(other) - common) if common else float(not len(one) and not len(other))
+
+
+def common_to_many(texts: Sequence[Shingles], share: float, least: int) -> Shingles:
+    """Return the shingles that more than a share of the texts hold, and more than ``least`` of them."""
+    keys, counts = np.unique(np.concatenate([*texts, np.empty(0, np.uint64)]), return_counts=True)
+    common: Shingles = keys[counts > max(least, share * len(texts))]
+    return common
 
 
 class HeldOut:

@@ -1,116 +1,108 @@
-"""Sources to documents: what a person names on the command line becomes texts, or a reason why not.
+"""Sources to documents: what a person names on the command line becomes texts or conversations, or a reason why not.
 
-A source is a file or a folder. Text files are one document each; JSON-lines files are one document per line, in the
-field ``text``. Nothing is guessed at: a file that is binary or not UTF-8, a row that is no object with a text, is
-rejected with its place and reason, and a source in which more than a small share is malformed is refused, because the
-format is then probably not what its owner thinks. (Other formats and tasks join here: one reader each.)
+A source is a file, a folder, or a data set of the Hub. Text files are one document each; files with rows (JSON lines, a
+JSON array, CSV, Parquet, what `datasets` saved) are one document per row. What the rows hold is recognised once per
+source, by the fields of the first hundred rows (`conversations.shape_of`), said in the reading, and can be overruled:
+the formats ``text``, ``jsonl``, ``csv``, ``parquet`` and ``saved`` name how a file is kept, ``alpaca``, ``chat``,
+``prompt_completion`` and ``preference`` what its rows hold.
+
+Nothing is guessed at row by row: a file that is binary or not UTF-8, a row that does not fit, is rejected with its
+place and reason, and a source in which more than a small share is malformed is refused, because the format is then
+probably not what its owner thinks.
 
 Order does not matter to what comes after: documents are told apart by content, never by name or position.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+from frozen import rows
+from frozen.conversations import (
+    FIELDS,
+    KIND_OF,
+    Content,
+    Empty,
+    Kind,
+    Misshapen,
+    Shape,
+    kind_of,
+    parse,
+    shape_of,
+)
+from frozen.folders import TEXT_SUFFIXES, files_of
+from frozen.rows import Item, Rejected, Row, SourceError
+
+__all__ = [
+    "Content",
+    "Document",
+    "Format",
+    "Kind",
+    "Reading",
+    "Rejected",
+    "Source",
+    "SourceError",
+    "fault_of",
+    "look",
+    "read",
+    "readable_bytes",
+]
 
 Format = Literal[
     "auto", "text", "jsonl", "alpaca", "chat", "prompt_completion", "preference", "csv", "parquet", "saved"
 ]
+Container = Literal["text", "jsonl", "json", "csv", "parquet"]
+"""How a file is kept."""
 
-TEXT_SUFFIXES = frozenset(
-    {
-        ".txt",
-        ".text",
-        ".md",
-        ".markdown",
-        ".rst",
-        ".adoc",
-        ".tex",
-        ".org",
-        ".log",
-        ".csv",
-        ".tsv",
-        ".html",
-        ".htm",
-        ".xml",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".rs",
-        ".go",
-        ".java",
-        ".kt",
-        ".js",
-        ".jsx",
-        ".ts",
-        ".tsx",
-        ".css",
-        ".sh",
-        ".bash",
-        ".sql",
-        ".r",
-        ".jl",
-        ".lua",
-        ".rb",
-        ".php",
-        ".pl",
-        ".scala",
-        ".swift",
-        ".hs",
-        ".ml",
-    }
-)
-"""In a folder, files with these suffixes are read as text. A file that is named itself may have any."""
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+CSV_SUFFIXES = frozenset({".csv", ".tsv"})
+"""Read as rows if their first line names fields that a format knows, else as text like any other."""
 MALFORMED_LIMIT = 0.05
 """Largest share of malformed files or rows in a source that is still read."""
-
-
-class SourceError(ValueError):
-    """A source cannot be used; the text says which, why, and what to do."""
+_LOOKED_AT = 100
+"""Rows by which a format is recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where text comes from, and the name under which it is sampled and reported."""
+    """Where documents come from, and the name under which they are sampled and reported."""
 
     name: str
-    path: Path
+    path: Path | None
     """A file, or a folder that is read recursively (hidden files and folders are left out); may be a link itself."""
+    hub: str | None = None
+    """Id of a data set on the Hub, in the place of ``path``."""
+    revision: str | None = None
+    """Of the Hub's data set; absent: the newest."""
+    subset: str | None = None
+    split: str | None = None
+    """Of the Hub's data set or of a saved one; absent: the only one, or ``train``."""
     format: Format = "auto"
-    """``auto`` goes by suffix."""
+    column: str | None = None
+    """Field that holds the text (or the messages), where it is not the usual one."""
+    general: bool = False
+    """Trained on against forgetting only: no part of any split but train."""
+
+    @property
+    def place(self) -> str:
+        """What a person calls it."""
+        return str(self.path) if self.path is not None else f"{self.hub} of the Hub"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text as it was read."""
+    """One text, conversation or pair of answers as it was read."""
 
     source: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A file or a row that did not become a document."""
-
-    where: str
-    """Path within the source, with the line number for rows: ``part.jsonl:17``."""
-    reason: str
+    content: Content
+    where: str = field(default="", compare=False)
+    """Place in the source: a file, or a row of one."""
 
 
 @dataclass(slots=True)
@@ -123,11 +115,34 @@ class Reading:
     """Files in the folder that were not looked into, by suffix."""
     malformed: int = 0
     """Those of ``rejected`` that were not merely empty."""
+    shape: Shape = "text"
+    """What the documents were recognised as."""
+    why: str = "every file is one text"
+    """By what they were recognised."""
+    containers: Counter[str] = field(default_factory=Counter)
+    """Files by how they are kept."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What was changed about documents that were read, and how often."""
+    revision: str | None = None
+    """Commit of the Hub's data set that was read."""
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of documents these are."""
+        return KIND_OF[self.shape]
 
     def reject(self, where: str, reason: str, *, malformed: bool) -> None:
         """Note that something did not become a document."""
-        self.rejected.append(Rejected(where, reason))
+        self.rejected.append(Rejected(where, reason, malformed))
         self.malformed += malformed
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A file that is one text."""
+
+    where: str
+    text: str
 
 
 def read(source: Source) -> Reading:
@@ -135,33 +150,42 @@ def read(source: Source) -> Reading:
 
     `SourceError` if it does not exist, cannot be read, holds no text, or holds too much that is malformed.
     """
+    reading = look(source)
+    fault = fault_of(source, reading)
+    if fault is not None:
+        raise SourceError(fault)
+    return reading
+
+
+def look(source: Source) -> Reading:
+    """Return what a source holds, however much of it is malformed; `SourceError` if it cannot be read at all."""
     if not source.name.strip():
-        raise SourceError(f"the source {source.path} has an empty name: give it one")
+        raise SourceError(f"the source {source.place} has an empty name: give it one")
     reading = Reading()
     try:
-        if source.path.is_dir():
-            for path in _files(source.path, reading):
-                _read_file(source, path, path.relative_to(source.path).as_posix(), reading, chosen=False)
-        elif source.path.is_file():
-            _read_file(source, source.path, source.path.name, reading, chosen=True)
-        elif source.path.exists():
-            raise SourceError(f"source {source.name}: {source.path} is neither a file nor a folder")
-        else:
-            raise SourceError(f"source {source.name}: {source.path} does not exist")
+        _take_in(source, _items(source, reading), reading)
     except OSError as error:
         raise SourceError(
-            f"source {source.name}: {error.filename or source.path} cannot be read: {error.strerror}"
+            f"source {source.name}: {error.filename or source.place} cannot be read: {error.strerror or error}"
         ) from error
-    _refuse_if_useless(source, reading)
     return reading
 
 
 def readable_bytes(source: Source) -> int:
-    """Return the size of the files that `read` would read, without reading them; `SourceError` as there."""
+    """Return the size of the files that `read` would read, without reading them; `SourceError` as there.
+
+    Nothing is known of a data set on the Hub before it is there: 0. Parquet is smaller than what it holds.
+    """
+    if source.path is None:
+        return 0
     try:
-        if not source.path.is_dir():
-            return source.path.stat().st_size
-        files = [path for path in _files(source.path, Reading()) if _taken_as(source, path, chosen=False)]
+        if _is_saved(source):
+            files = rows.saved_files(source.path, source.split)
+        elif not source.path.is_dir():
+            files = [source.path]
+        else:
+            found = files_of(source.path, lambda where, reason: None)
+            files = [path for path in found if _taken_as(source, path, chosen=False) is not None]
         return sum(path.stat().st_size for path in files)
     except OSError as error:
         raise SourceError(
@@ -169,146 +193,196 @@ def readable_bytes(source: Source) -> int:
         ) from error
 
 
-def _files(folder: Path, reading: Reading) -> Iterator[Path]:
-    """Yield regular files in a fixed order, and note the links that lead nowhere or out of the folder.
-
-    What lies outside is not what its owner named: it may be half a disk, or the held-out text of another study. Links
-    to files within are read like the files that they stand for; links to folders are never entered, so nothing loops,
-    and what they lead to within is read in its own place.
-    """
-    border = os.path.realpath(folder)
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(name for name in folders if _is_looked_into(Path(root, name)))
-        for name in sorted([*names, *(name for name in folders if Path(root, name).is_symlink())]):
-            path = Path(root, name)
-            if name.startswith("."):
-                continue
-            fault = _fault_of_link(path, border) if path.is_symlink() else None
-            if fault is not None:
-                reading.reject(path.relative_to(folder).as_posix(), fault, malformed=False)
-            elif path.is_file():
-                yield path
+# --- files ---------------------------------------------------------------------------------------------------------
 
 
-def _fault_of_link(path: Path, border: str) -> str | None:
-    if not path.exists():
-        return "a link that leads nowhere"
-    target = os.path.realpath(path)
-    return (
-        None if os.path.commonpath((border, target)) == border else f"a link that leads out of the folder, to {target}"
-    )
+def _is_saved(source: Source) -> bool:
+    """Tell whether a source is a saved data set; raise if it should be one and is not, or has no splits to choose."""
+    path = source.path
+    saved = path is not None and path.is_dir() and rows.is_saved(path) and source.format != "text"
+    if source.format == "saved" and not saved:
+        raise SourceError(f"source {source.name}: {source.place} is no folder that `datasets` saved a data set to")
+    if not saved and path is not None and source.split is not None:
+        raise SourceError(f"source {source.name}: {path} has no splits, so {source.split!r} cannot be chosen")
+    return saved
 
 
-def _read_file(source: Source, path: Path, where: str, reading: Reading, *, chosen: bool) -> None:
-    """Read one file. ``chosen`` files were named by a person, the others were found in a folder."""
-    match _taken_as(source, path, chosen=chosen):
-        case "rows":
-            _read_rows(source, path, where, reading)
+def _wanted(source: Source) -> frozenset[str]:
+    """Return the fields that are worth reading."""
+    return FIELDS if source.column is None else FIELDS | {source.column}
+
+
+def _items(source: Source, reading: Reading) -> Iterator[Item | _Text]:
+    """Yield what a source holds, row by row and file by file."""
+    path = source.path
+    if path is None:
+        if source.hub is None:
+            raise SourceError(f"source {source.name} names neither a path nor a data set of the Hub")
+        found = rows.hub_data(source.hub, source.revision, source.subset, source.split, _wanted(source))
+        reading.revision = found.revision
+        reading.containers["hub"] += 1
+        yield from found.rows
+    elif _is_saved(source):
+        reading.containers["saved"] += 1
+        yield from rows.saved_rows(path, source.split, _wanted(source))
+    elif path.is_dir():
+        for file in files_of(path, partial(reading.reject, malformed=False)):
+            yield from _file_items(source, file, file.relative_to(path).as_posix(), reading, chosen=False)
+    elif path.is_file():
+        yield from _file_items(source, path, path.name, reading, chosen=True)
+    elif path.exists():
+        raise SourceError(f"source {source.name}: {path} is neither a file nor a folder")
+    else:
+        raise SourceError(f"source {source.name}: {path} does not exist")
+
+
+def _file_items(source: Source, path: Path, where: str, reading: Reading, *, chosen: bool) -> Iterator[Item | _Text]:
+    """Yield what one file holds. ``chosen`` files were named by a person, the others were found in a folder."""
+    container = _taken_as(source, path, chosen=chosen)
+    if container is None:
+        reading.other_files[path.suffix.lower() or "no suffix"] += 1
+        return
+    reading.containers[container] += 1
+    match container:
         case "text":
-            _read_text(source, path, where, reading)
-        case None:
-            reading.other_files[path.suffix.lower() or "no suffix"] += 1
+            yield from _text_item(path, where)
+        case "jsonl":
+            yield from rows.json_lines(path, where)
+        case "json":
+            yield from rows.json_array(path, where)
+        case "csv":
+            yield from rows.csv_rows(path, where)
+        case "parquet":
+            yield from rows.parquet_rows(path, where, _wanted(source))
 
 
-def _is_looked_into(folder: Path) -> bool:
-    """Tell whether a folder may hold text of the owner's.
-
-    Hidden folders and bytecode do not, and neither does the folder of a study: else one study's held-out text would
-    be the next one's source, and the same command would read something else every time.
-    """
-    is_study = (folder / "study.toml").is_file() and (folder / "ledger.db").is_file()
-    return not (folder.name.startswith(".") or folder.name == "__pycache__" or is_study)
-
-
-def _taken_as(source: Source, path: Path, *, chosen: bool) -> Literal["rows", "text"] | None:
-    """Tell how a file is read, or that it is not, from its name and the source's format."""
+def _taken_as(source: Source, path: Path, *, chosen: bool) -> Container | None:
+    """Tell how a file is read, or that it is not, from its name, its first line and the source's format."""
     suffix = path.suffix.lower()
-    jsonl = suffix in JSONL_SUFFIXES or (suffix == ".json" and (chosen or source.format == "jsonl"))
-    text = suffix in TEXT_SUFFIXES or (chosen and not jsonl)
-    if source.format == "jsonl":
-        return "rows" if jsonl or chosen else None
-    if source.format == "text":
-        return "text" if text or chosen else None
-    return "rows" if jsonl else "text" if text else None
+    format = source.format
+    if format == "text":
+        return "text" if chosen or suffix in TEXT_SUFFIXES else None
+    if format == "parquet" or (suffix == ".parquet" and format != "csv"):
+        return "parquet" if chosen or suffix == ".parquet" else None
+    if format == "csv":
+        return "csv" if chosen or suffix in CSV_SUFFIXES else None
+    if suffix == ".json" and (chosen or format != "auto") and rows.is_json_array(path):
+        return "json"
+    if suffix in JSONL_SUFFIXES or (suffix == ".json" and (chosen or format != "auto")):
+        return "jsonl"
+    if suffix in CSV_SUFFIXES and format != "jsonl" and _names_fields(source, path):
+        return "csv"
+    if format != "auto":  # what the rows hold is known, so a file that was named has some
+        return "jsonl" if chosen else None
+    return "text" if chosen or suffix in TEXT_SUFFIXES else None
 
 
-def _read_text(source: Source, path: Path, where: str, reading: Reading) -> None:
-    """Read a file as one document."""
+def _names_fields(source: Source, path: Path) -> bool:
+    """Tell whether the first line of a CSV file names what is looked for."""
+    names = dict.fromkeys(rows.csv_fields(path), "")
+    return source.format in get_args(Shape) or shape_of(names, source.column) is not None
+
+
+def _text_item(path: Path, where: str) -> Iterator[Rejected | _Text]:
+    """Yield a file as one text."""
     content = path.read_bytes()
     if b"\0" in content:
-        reading.reject(where, "binary: it holds NUL bytes", malformed=True)
+        yield Rejected(where, "binary: it holds NUL bytes")
         return
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        reading.reject(where, f"not UTF-8: byte {error.start} is 0x{content[error.start]:02x}", malformed=True)
+        yield Rejected(where, f"not UTF-8: byte {error.start} is 0x{content[error.start]:02x}")
         return
-    _add(source, text, where, reading)
+    yield _Text(where, text)
 
 
-def _read_rows(source: Source, path: Path, where: str, reading: Reading) -> None:
-    """Read a file of JSON lines; each row stands for itself, so that one broken row costs one row."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{where}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError:
-                reading.reject(place, "not UTF-8", malformed=True)
-            except (ValueError, RecursionError) as error:
-                reading.reject(place, f"not JSON: {str(error)[:80]}", malformed=True)
-            else:
-                _add_row(source, row, place, reading)
-        if file.tell() == 0:
-            reading.reject(where, "empty", malformed=False)
+# --- documents -----------------------------------------------------------------------------------------------------
 
 
-def _add_row(source: Source, row: object, place: str, reading: Reading) -> None:
-    """Add a row's text, if it has one."""
-    if not isinstance(row, dict):
-        reading.reject(place, f"expected an object with a field 'text', found {type(row).__name__}", malformed=True)
-    elif "text" not in row:
-        fields = ", ".join(sorted(map(str, row))[:8])
-        reading.reject(place, f"no field 'text' (it has: {fields[:80] or 'none'})", malformed=True)
-    elif not isinstance(row["text"], str):
-        reading.reject(place, f"the field 'text' is no string but {type(row['text']).__name__}", malformed=True)
-    elif not _encodable(row["text"]):
-        reading.reject(place, "the text holds half of a surrogate pair and is no valid Unicode", malformed=True)
-    else:
-        _add(source, row["text"], place, reading)
+def _take_in(source: Source, items: Iterable[Item | _Text], reading: Reading) -> None:
+    """Turn what a source holds into documents; what its rows hold is recognised on the way."""
+    iterator = iter(items)
+    head = list(islice(iterator, _LOOKED_AT))
+    recognised = False
+    for index, item in enumerate(chain(head, iterator)):
+        match item:
+            case Rejected(where, reason, malformed):
+                reading.reject(where, reason, malformed=malformed)
+            case _Text(where, text):
+                # Beside conversations, texts are a README or a licence.
+                if recognised and reading.kind != "text":
+                    reading.other_files[Path(where).suffix.lower() or "no suffix"] += 1
+                else:
+                    _add_text(source, text, where, reading)
+            case Row(where, value):
+                if not recognised:
+                    rest = head[index:] if index < len(head) else [item]
+                    reading.shape, reading.why = _recognise(source, rest)
+                    recognised = True
+                    if reading.kind != "text":
+                        _set_texts_aside(reading)
+                _add_row(source, value, where, reading)
 
 
-def _encodable(text: str) -> bool:
+def _recognise(source: Source, items: Iterable[Item | _Text]) -> tuple[Shape, str]:
+    """Return what most of the rows hold, and the reason; rows that fit nothing are read as text, and rejected."""
+    if source.format in get_args(Shape) and source.format != "text":
+        shape: Shape = source.format  # type: ignore[assignment]  # a member, as was just asked
+        return shape, "the format was asked for"
+    values = [item.value for item in items if isinstance(item, Row)]
+    votes = Counter(shape_of(value, source.column) for value in values if isinstance(value, Mapping))
+    known = [(count, found) for found, count in votes.items() if found is not None]
+    if not known:
+        return "text", "no format has the rows' fields, so they are read as texts"
+    count, (shape, fields) = max(known)
+    plural = "fields" if " and " in fields else "field"
+    return shape, f"{count} of the first {len(values)} rows have the {plural} {fields}"
+
+
+def _set_texts_aside(reading: Reading) -> None:
+    """Take back the texts that came before the first conversation."""
+    for document in reading.documents:
+        reading.other_files[Path(document.where).suffix.lower() or "no suffix"] += 1
+    reading.containers.pop("text", None)
+    reading.documents.clear()
+
+
+def _add_row(source: Source, value: object, where: str, reading: Reading) -> None:
+    """Add what a row says, if it fits."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        content, note = parse(value, reading.shape, source.column)
+    except Empty as empty:
+        reading.reject(where, str(empty), malformed=False)
+    except Misshapen as fault:
+        reading.reject(where, str(fault), malformed=True)
+    else:
+        assert kind_of(content) == reading.kind
+        reading.documents.append(Document(source.name, content, where))
+        if note is not None:
+            reading.notes[note] += 1
 
 
-def _add(source: Source, text: str, where: str, reading: Reading) -> None:
+def _add_text(source: Source, text: str, where: str, reading: Reading) -> None:
     if text.lstrip("\ufeff").strip():
-        reading.documents.append(Document(source.name, text))
+        reading.documents.append(Document(source.name, text, where))
     else:
         reading.reject(where, "empty", malformed=False)
 
 
-def _refuse_if_useless(source: Source, reading: Reading) -> None:
-    """Raise if nothing was read, or so much was malformed that the format is probably another one."""
+def fault_of(source: Source, reading: Reading) -> str | None:
+    """Say why a source is refused: nothing was read, or so much is malformed that the format is probably another."""
     seen = len(reading.documents) + reading.malformed
-    examples = "; ".join(f"{item.where}: {item.reason}" for item in reading.rejected[:3])
+    broken = [item for item in reading.rejected if item.malformed]
+    examples = "; ".join(f"{item.where}: {item.reason}" for item in (broken or reading.rejected)[:3])
     if reading.malformed > MALFORMED_LIMIT * seen:
-        raise SourceError(
-            f"source {source.name}: {reading.malformed} of {seen} documents in {source.path} are malformed"
-            f" (at most {MALFORMED_LIMIT:.0%} may be): {examples}"
+        read_as = "" if reading.shape == "text" else f", read as {reading.shape} because {reading.why}"
+        return (
+            f"source {source.name}: {reading.malformed} of {seen} documents in {source.place} are malformed"
+            f" (at most {MALFORMED_LIMIT:.0%} may be){read_as}: {examples}"
         )
     if not reading.documents:
         others = ", ".join(f"{count} {suffix}" for suffix, count in reading.other_files.most_common(5))
         found = examples or (f"only files that are not read as text: {others}" if others else "nothing in it")
-        raise SourceError(f"source {source.name}: {source.path} holds no text ({found})")
+        return f"source {source.name}: {source.place} holds no text ({found})"
+    return None

@@ -1,10 +1,7 @@
-"""Encoded splits: every document's tokens once, in arrays that a process maps instead of reading.
+"""Data for a study: sources read, divided and encoded once, by a tokenizer of our own or the base model's.
 
-A split is a folder of a few files. ``tokens.npy`` holds all documents' tokens one after another, without separators:
-the loader and the evaluation put one before each document, so neither can disagree with the file about it.
-``bytes.npy`` holds each document's UTF-8 bytes as counted in the raw text, never derived from tokens (a decoded lone
-byte becomes a three-byte replacement character, and a score per byte is then too low). Documents lie in the order of
-their content's digest, which is the same on any machine.
+`prepare` is the whole way; the parts are `frozen.formats` (reading), `frozen.corpus` (dividing), `frozen.encoding` and
+`frozen.splits` (arrays).
 """
 
 from __future__ import annotations
@@ -15,223 +12,76 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from frozen.corpus import SPLITS, Corpus, Kept, SplitSizes, split_corpus
-from frozen.formats import Reading, Source, SourceError, read
+from frozen import encoding
+from frozen.chat import BUILT_IN, Chat
+from frozen.conversations import Kind, canonical
+from frozen.corpus import GUARD, SPLITS, Corpus, SplitSizes, split_corpus
+from frozen.encoder import Encoder
+from frozen.formats import Document, Reading, Source, SourceError, read
+from frozen.pieces import digest_of
+from frozen.splits import ANSWER, CONTEXT, END, EncodedSplit, write_split, write_text_durably
+from frozen.vocabulary import SEPARATOR, encode, refuse_vocabulary, train_tokenizer
 
-SEPARATOR = "<|endoftext|>"
-"""The one special token, id 0: stands before every document, in training and in evaluation alike."""
-LEAST_VOCABULARY = 257
-"""256 bytes and the separator: any text can be encoded."""
-LARGEST_VOCABULARY = 1 << 20
-CONTEXT, ANSWER, END = 0, 1, 2
-"""Marks of a token in a conversation: given, part of an answer (trained on and scored), or what the chat template puts
-after an answer to end it (trained on, so that the model learns to stop, but no byte of the answer: not scored)."""
-_RECIPE = 1
+__all__ = [
+    "ANSWER",
+    "CONTEXT",
+    "END",
+    "SEPARATOR",
+    "EncodedSplit",
+    "GivenTokenizer",
+    "GuardSource",
+    "Kind",
+    "NewTokenizer",
+    "Prepared",
+    "encode",
+    "prepare",
+    "train_tokenizer",
+    "write_split",
+    "write_text_durably",
+]
+
+_RECIPE = 2
 """Counts changes of how sources become arrays; part of the cache's digest."""
-_RAW_TEXT = ("val", "holdout")
-"""Splits whose raw text is kept, so that a score can be recomputed by an independent program."""
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+"""What of a base model's folder is its tokenizer; the first is needed, the others are taken along."""
+_WHAT = {"text": "texts", "conversation": "conversations", "preference": "preference pairs"}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedSplit:
-    """One split as token arrays. Documents are numbered from 0 in the order of their content's digest."""
+@dataclass(frozen=True, slots=True)
+class NewTokenizer:
+    """A tokenizer that is trained on the train split."""
 
-    tokens: npt.NDArray[Any]
-    """uint16 or uint32 [tokens]: all documents, one after another, without separators; memory-mapped."""
-    offsets: npt.NDArray[np.int64]
-    """[documents + 1]: document ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``."""
-    bytes: npt.NDArray[np.int64]
-    """[documents]: UTF-8 bytes of the raw text."""
-    source_ids: npt.NDArray[np.int16]
-    """[documents]: index into `sources`."""
-    sources: tuple[str, ...]
-    separator: int
-    """Token that stands before every document."""
     vocabulary: int
-    """Width of the logits; every token is below it."""
-    marks: npt.NDArray[np.uint8] | None = None
-    """[tokens]: `CONTEXT`, `ANSWER` or `END`. None: plain text, every token is trained on and scored."""
-    pairs: bool = False
-    """Preferences: documents 2 i and 2 i + 1 are the chosen and the rejected answer to one prompt."""
-    general: tuple[str, ...] = ()
-    """Those of `sources` that are trained on against forgetting only: general-domain text."""
-
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return len(self.bytes)
-
-    def document(self, index: int) -> npt.NDArray[Any]:
-        """Return the tokens of one document."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Map a split; `ValueError` says what does not fit together. Tokens are mapped, never read as a whole."""
-        meta = json.loads((folder / "split.json").read_text(encoding="utf-8"))
-        split = cls(
-            tokens=_map(folder / "tokens.npy"),
-            offsets=_map(folder / "offsets.npy"),
-            bytes=_map(folder / "bytes.npy"),
-            source_ids=_map(folder / "source_ids.npy"),
-            sources=tuple(meta["sources"]),
-            separator=meta["separator"],
-            vocabulary=meta["vocabulary"],
-            marks=_map(folder / "marks.npy") if meta.get("marked", False) else None,
-            pairs=meta.get("pairs", False),
-            general=tuple(meta.get("general", ())),
-        )
-        problem = split._contradiction()
-        if problem is not None:
-            raise ValueError(f"{folder} is not a sound split: {problem}")
-        return split
-
-    def _contradiction(self) -> str | None:
-        """Return what the arrays contradict each other in, or None."""
-        kinds = [str(array.dtype) for array in (self.tokens, self.offsets, self.bytes, self.source_ids)]
-        if kinds[0] not in ("uint16", "uint32") or kinds[1:] != ["int64", "int64", "int16"]:
-            return f"unexpected array types {', '.join(kinds)}"
-        if len(self.offsets) != self.documents + 1 or len(self.source_ids) != self.documents:
-            return f"{self.documents} byte counts, {len(self.offsets)} offsets, {len(self.source_ids)} source ids"
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens) or (np.diff(self.offsets) < 1).any():
-            return f"offsets do not cut {len(self.tokens)} tokens into documents of at least one token"
-        if self.documents == 0 or (self.bytes < 1).any():
-            return "it has no documents, or an empty one"
-        if self.source_ids.min() < 0 or self.source_ids.max() >= len(self.sources):
-            return f"a document comes from a source that is none of the {len(self.sources)} named"
-        if not 0 <= self.separator < self.vocabulary:
-            return f"separator {self.separator} lies outside the vocabulary of {self.vocabulary}"
-        if self.pairs and (self.documents % 2 or self.marks is None):
-            return "its preference pairs are not marked, or one lacks its other half"
-        if not set(self.general) <= set(self.sources):
-            return f"general sources {', '.join(self.general)} are not all among the {len(self.sources)} named"
-        return self._contradiction_of_marks()
-
-    def _contradiction_of_marks(self) -> str | None:
-        if self.marks is None:
-            return None
-        if str(self.marks.dtype) != "uint8" or self.marks.shape != self.tokens.shape or self.marks.max() > END:
-            return f"marks of {self.marks.dtype}{list(self.marks.shape)} do not fit {len(self.tokens)} tokens"
-        if (np.add.reduceat((self.marks == ANSWER).astype(np.int64), self.offsets[:-1]) < 1).any():
-            return "a document has no answer to score"
-        return None
+    """Most tokens; fewer if the texts do not hold enough different pairs."""
 
 
-def _map(path: Path) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return array
+@dataclass(frozen=True, slots=True)
+class GivenTokenizer:
+    """The base model's own tokenizer."""
+
+    folder: Path
+    """Holds tokenizer.json and, for conversations, a chat template; without one a plain built-in one is used."""
+    vocabulary: int
+    """Width of the logits; many models have more than their tokenizer has tokens."""
 
 
-def write_split(
-    folder: Path,
-    *,
-    documents: Iterable[npt.ArrayLike],
-    byte_counts: Iterable[int],
-    source_ids: Iterable[int],
-    sources: tuple[str, ...],
-    separator: int,
-    vocabulary: int,
-    marks: Iterable[npt.ArrayLike] | None = None,
-    pairs: bool = False,
-    general: tuple[str, ...] = (),
-) -> EncodedSplit:
-    """Write a split's files into a new folder, each on disk when this returns, and map it.
+@dataclass(frozen=True, slots=True)
+class GuardSource:
+    """General-domain text that is scored beside val, to see what a model forgets."""
 
-    ``byte_counts`` are of what is scored: the text, or the answers where there are ``marks``, one array per document.
-
-    The folder is not published whole by this function: `prepare` does that for all splits together.
-    """
-    kind = np.uint16 if vocabulary <= 1 << 16 else np.uint32
-    parts: list[npt.NDArray[Any]] = []
-    for index, document in enumerate(documents):
-        part = np.asarray(document)
-        if part.size and (part.min() < 0 or part.max() >= vocabulary):
-            raise ValueError(f"document {index} holds a token outside the vocabulary of {vocabulary}")
-        parts.append(part.astype(kind))
-    lengths = np.array([part.size for part in parts], dtype=np.int64)
-    folder.mkdir(parents=True)
-    arrays = {
-        "tokens": np.concatenate(parts) if parts else np.empty(0, kind),
-        "offsets": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        "bytes": np.array(list(byte_counts), dtype=np.int64),
-        "source_ids": np.array(list(source_ids), dtype=np.int16),
-    }
-    if marks is not None:
-        arrays["marks"] = np.concatenate([np.asarray(part, dtype=np.uint8) for part in marks])
-    for name, array in arrays.items():
-        with (folder / f"{name}.npy").open("wb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-    meta: dict[str, Any] = {"separator": separator, "vocabulary": vocabulary, "sources": list(sources)}
-    if marks is not None:
-        meta |= {"marked": True, "pairs": pairs}
-    if general:
-        meta["general"] = list(general)
-    write_text_durably(folder / "split.json", json.dumps(meta, indent=1) + "\n")
-    return EncodedSplit.load(folder)
-
-
-def write_text_durably(path: Path, text: str) -> None:
-    """Write a file as UTF-8, exactly as given, and wait until it is on disk."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> int:
-    """Train a byte-level BPE tokenizer and save it where ``AutoTokenizer.from_pretrained`` finds it.
-
-    Any text can be encoded and decodes to itself. Returns the size of the vocabulary, which is smaller than asked for
-    if the texts do not hold enough different pairs. The same texts give the same files.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if not LEAST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
-        raise ValueError(
-            f"a vocabulary of {vocabulary} is not possible: {LEAST_VOCABULARY} to {LARGEST_VOCABULARY} are"
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[SEPARATOR],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    folder.mkdir(parents=True)
-    write_text_durably(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SEPARATOR,
-        "eos_token": SEPARATOR,
-        "pad_token": SEPARATOR,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_text_durably(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
-    return int(tokenizer.get_vocab_size())
-
-
-def encode(texts: Sequence[str], tokenizer: Path) -> Iterator[npt.NDArray[np.uint32]]:
-    """Yield each text's tokens. A text that spells out the separator is encoded as the characters it is made of."""
-    from tokenizers import Tokenizer
-
-    loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    loaded.encode_special_tokens = True
-    for begin in range(0, len(texts), 1024):
-        for encoding in loaded.encode_batch(texts[begin : begin + 1024], add_special_tokens=False):
-            yield np.array(encoding.ids, dtype=np.uint32)
+    source: Source
+    bytes: int
+    """Most text that is scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,35 +105,45 @@ class Prepared:
 def prepare(
     sources: Sequence[Source],
     sizes: SplitSizes,
-    vocabulary: int,
+    tokenizer: NewTokenizer | GivenTokenizer,
     cache: Path,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    kind: Kind = "text",
+    guard: GuardSource | None = None,
 ) -> Prepared:
     """Read, clean, split and encode sources once; the same inputs are found in the cache the next time.
 
-    Folders appear in ``cache`` whole or not at all, named by a digest of their inputs (the texts, not their places).
+    Folders appear in ``cache`` whole or not at all, named by a digest of their inputs (the contents, not their places).
     One that is found is hashed again before it is used, because studies share its files, and made anew if it changed.
     `SourceError` and `ValueError` say what is wrong with the inputs, and then nothing is written.
+
+    Sources that are ``general`` feed train only: texts, or conversations if the others are. Preferences take none.
     """
     from filelock import FileLock
 
-    names = [source.name for source in sources]
-    if not sources or len(set(names)) != len(names):
-        raise SourceError(f"expected one or more sources with different names, got {', '.join(names) or 'none'}")
-    if not LEAST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
+    _check(sources, tokenizer, kind, guard)
+    encoder = Encoder(tokenizer.folder) if isinstance(tokenizer, GivenTokenizer) else None
+    if encoder is not None and encoder.size > tokenizer.vocabulary:
         raise ValueError(
-            f"a vocabulary of {vocabulary} is not possible: {LEAST_VOCABULARY} to {LARGEST_VOCABULARY} are"
+            f"the tokenizer in {encoder.folder} has tokens up to {encoder.size - 1}, but the model has only"
+            f" {tokenizer.vocabulary} logits: they do not belong together"
         )
     readings = {}
     for source in sorted(sources, key=lambda source: source.name):
         progress(f"reading {source.name}")
-        readings[source.name] = read(source)
-    digest = _digest(readings, sizes, vocabulary)
+        readings[source.name] = _read(source, kind)
+    guarding = None
+    if guard is not None:
+        progress(f"reading {guard.source.name}")
+        guarding = _read(guard.source, "text")
+    general = tuple(source.name for source in sorted(sources, key=lambda source: source.name) if source.general)
+    inputs = _Inputs(readings, sizes, tokenizer, encoder, kind, general, guard, guarding)
+    digest = inputs.digest()
     folder = cache / digest
     if folder.is_dir() and _unchanged(folder):
         return Prepared(folder, digest, _report(folder), reused=True)
-    documents = [document for reading in readings.values() for document in reading.documents]
-    corpus = split_corpus(documents, sizes, progress)
+    material = inputs.divided(progress)
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "lock"):
         for leftover in cache.glob(".building-*"):  # of a process that died: nobody else is here
@@ -292,7 +152,7 @@ def prepare(
             return Prepared(folder, digest, _report(folder), reused=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=cache) as aside:
             built = Path(aside, digest)
-            _build(built, corpus, readings, vocabulary, progress)
+            _build(built, inputs, material, progress)
             if folder.exists():
                 shutil.rmtree(folder)
             built.rename(folder)
@@ -300,69 +160,182 @@ def prepare(
     return Prepared(folder, digest, _report(folder), reused=False)
 
 
-def _digest(readings: dict[str, Reading], sizes: SplitSizes, vocabulary: int) -> str:
-    """Return the identity of the inputs: names and texts in any order, what is asked for, and who does it."""
-    texts = {
-        name: sorted(hashlib.sha256(document.text.encode("utf-8")).hexdigest() for document in reading.documents)
-        for name, reading in readings.items()
-    }
-    rejected = {
-        name: sorted((item.where, item.reason) for item in reading.rejected) for name, reading in readings.items()
-    }
-    tools = {name: importlib.metadata.version(name) for name in ("datasketch", "numpy", "tokenizers")}
-    inputs = [_RECIPE, texts, rejected, asdict(sizes), vocabulary, tools]
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-def _build(
-    folder: Path, corpus: Corpus, readings: dict[str, Reading], vocabulary: int, progress: Callable[[str], None]
+def _check(
+    sources: Sequence[Source], tokenizer: NewTokenizer | GivenTokenizer, kind: Kind, guard: GuardSource | None
 ) -> None:
+    """Raise for what does not go together, before anything is read."""
+    names = [source.name for source in sources] + ([guard.source.name] if guard is not None else [])
+    if not sources or len(set(names)) != len(names):
+        raise SourceError(f"expected one or more sources with different names, got {', '.join(names) or 'none'}")
+    if all(source.general for source in sources):
+        raise SourceError("every source is general: at least one has to be what the study is about")
+    if kind == "preference" and any(source.general for source in sources):
+        raise SourceError("preferences are trained on alone: leave out the general sources")
+    if guard is not None and guard.bytes < 1:
+        raise ValueError(f"a guard set of {guard.bytes} bytes holds nothing")
+    if isinstance(tokenizer, NewTokenizer):
+        if kind != "text":
+            raise ValueError(f"{_WHAT[kind]} need a base model's tokenizer: a new model has not learnt to read yet")
+        refuse_vocabulary(tokenizer.vocabulary)
+
+
+def _read(source: Source, kind: Kind) -> Reading:
+    """Return a source's reading; `SourceError` if it holds another kind of documents."""
+    reading = read(source)
+    if reading.kind == kind or (source.general and reading.kind == "text"):
+        return reading
+    raise SourceError(
+        f"source {source.name} holds {_WHAT[reading.kind]} ({reading.shape}: {reading.why}), but {_WHAT[kind]} are"
+        " needed: choose another task, or name the format if this is a mistake"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Material:
+    """Documents, divided, and as far as they are conversations also encoded."""
+
+    corpus: Corpus
+    conversations: encoding.Conversations
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Everything that encoded data is made from."""
+
+    readings: dict[str, Reading]
+    sizes: SplitSizes
+    tokenizer: NewTokenizer | GivenTokenizer
+    encoder: Encoder | None
+    kind: Kind
+    general: tuple[str, ...]
+    guard: GuardSource | None
+    guarding: Reading | None
+
+    def digest(self) -> str:
+        """Return the identity of the inputs: names and contents in any order, what is asked for, and who does it."""
+        read = self.readings | ({} if self.guarding is None else {"": self.guarding})
+        contents = {
+            name: sorted(digest_of(canonical(document.content)) for document in reading.documents)
+            for name, reading in read.items()
+        }
+        rejected = {
+            name: sorted((item.where, item.reason) for item in reading.rejected) for name, reading in read.items()
+        }
+        known = {name: encoding.source_report(reading, general=name in self.general) for name, reading in read.items()}
+        tools = {name: importlib.metadata.version(name) for name in ("datasketch", "jinja2", "numpy", "tokenizers")}
+        guard = None if self.guard is None else [self.guard.source.name, self.guard.bytes]
+        inputs = [_RECIPE, contents, rejected, known, asdict(self.sizes), self._tokenizer(), self.kind, guard, tools]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+    def _tokenizer(self) -> list[Any]:
+        """Return the identity of the tokenizer."""
+        if isinstance(self.tokenizer, NewTokenizer):
+            return [self.tokenizer.vocabulary]
+        files = {
+            name: hashlib.sha256((self.tokenizer.folder / name).read_bytes()).hexdigest()
+            for name in _TOKENIZER_FILES
+            if (self.tokenizer.folder / name).is_file()
+        }
+        return [self.tokenizer.vocabulary, files, BUILT_IN]
+
+    def divided(self, progress: Callable[[str], None]) -> _Material:
+        """Return the splits. Conversations are encoded first, so that none is in a split that cannot be encoded."""
+        documents = {name: reading.documents for name, reading in self.readings.items()}
+        conversations: encoding.Conversations = {}
+        if self.encoder is not None and any(reading.kind != "text" for reading in self.readings.values()):
+            documents, conversations = encoding.encode_conversations(self.readings, Chat(self.encoder), progress)
+        guard: list[Document] = [] if self.guarding is None else self.guarding.documents
+        corpus = split_corpus(
+            [document for found in documents.values() for document in found],
+            self.sizes,
+            progress,
+            general=self.general,
+            guard=guard,
+            guard_bytes=0 if self.guard is None else self.guard.bytes,
+        )
+        return _Material(corpus, conversations)
+
+
+def _build(folder: Path, inputs: _Inputs, material: _Material, progress: Callable[[str], None]) -> None:
     """Write everything into a new folder, the manifest last."""
-    progress(f"training a tokenizer of {vocabulary} tokens")
+    splits = material.corpus.splits
     tokenizer = folder / "tokenizer"
-    actual = train_tokenizer((kept.text for kept in corpus.splits["train"]), vocabulary, tokenizer)
-    report = {"vocabulary": actual, **corpus.report.as_json(), "rejected": _rejections(readings), "tokens": {}}
-    for name in SPLITS:
+    if isinstance(inputs.tokenizer, NewTokenizer):
+        progress(f"training a tokenizer of {inputs.tokenizer.vocabulary} tokens")
+        vocabulary = train_tokenizer((kept.text for kept in splits["train"]), inputs.tokenizer.vocabulary, tokenizer)
+    else:
+        vocabulary = inputs.tokenizer.vocabulary
+        _copy_tokenizer(inputs.tokenizer.folder, tokenizer, templated=inputs.kind != "text")
+    encoder = Encoder(tokenizer)
+    writer = encoding.Writer(
+        encoder=encoder,
+        sources=tuple(inputs.readings),
+        general=inputs.general,
+        vocabulary=vocabulary,
+        separator=encoder.separator,
+        check=inputs.encoder is not None,
+    )
+    every = [kept for name in SPLITS for kept in splits[name]]
+    common = encoding.common_first(every, material.conversations) if inputs.kind != "text" else None
+    lengths: dict[str, dict[str, int]] = {}
+    tokens: dict[str, int] = {}
+    for name in (*SPLITS, *((GUARD,) if GUARD in splits else ())):
         progress(f"encoding {name}")
-        texts = corpus.splits[name]
-        report["tokens"][name] = len(_write_texts(folder / name, texts, tuple(readings), tokenizer, actual).tokens)
+        if name == GUARD:
+            assert inputs.guard is not None
+            split = writer.texts(folder / name, splits[name], (inputs.guard.source.name,))
+        elif inputs.kind == "text":
+            split = writer.texts(folder / name, splits[name], writer.sources)
+        else:
+            split = writer.conversations(
+                folder / name, splits[name], material.conversations, common, pairs=inputs.kind == "preference"
+            )
+        tokens[name] = len(split.tokens)
+        lengths[name] = encoding.spread(np.diff(split.offsets))
+    writer.refuse_if_lossy()
+    report = _new_report(inputs, material, writer, common) | {"tokens": tokens, "lengths": lengths}
     write_text_durably(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_text_durably(folder / "manifest.json", json.dumps(_manifest(folder), indent=1) + "\n")
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         _sync_folder(path)
 
 
-def _write_texts(
-    folder: Path, texts: Sequence[Kept], sources: tuple[str, ...], tokenizer: Path, vocabulary: int
-) -> EncodedSplit:
-    """Encode one split, and keep its raw text if it is one that scores are made on."""
-    split = write_split(
-        folder,
-        documents=encode([kept.text for kept in texts], tokenizer),
-        byte_counts=[kept.bytes for kept in texts],
-        source_ids=[sources.index(kept.source) for kept in texts],
-        sources=sources,
-        separator=0,
-        vocabulary=vocabulary,
+def _copy_tokenizer(source: Path, target: Path, *, templated: bool) -> None:
+    """Take along a base model's tokenizer; the template by which conversations were rendered belongs to it."""
+    target.mkdir(parents=True)
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    if templated and Encoder(target).template is None:
+        write_text_durably(target / "chat_template.jinja", BUILT_IN)
+
+
+def _new_report(inputs: _Inputs, material: _Material, writer: encoding.Writer, common: int | None) -> dict[str, Any]:
+    """Return what people want to know of how the data came to be, apart from what the splits count."""
+    separator = writer.separator if common is None else common
+    lengths = writer.token_lengths()
+    read = inputs.readings | (
+        {inputs.guard.source.name: inputs.guarding} if inputs.guard is not None and inputs.guarding is not None else {}
     )
-    if folder.name in _RAW_TEXT:
-        rows = (
-            {"text": kept.text, "source": kept.source, "bytes": kept.bytes, "sha256": kept.digest} for kept in texts
-        )
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_text_durably(folder / "documents.jsonl", lines)
-    return split
-
-
-def _rejections(readings: dict[str, Reading]) -> dict[str, Any]:
-    """Return what did not become a document, by source: all counts, and the first hundred places."""
+    template = None
+    if inputs.kind != "text":
+        template = "built-in" if inputs.encoder is not None and inputs.encoder.template is None else "the model's own"
     return {
-        name: {
-            "rejected": len(reading.rejected),
-            "first": [asdict(item) for item in reading.rejected[:100]],
-            "other_files": dict(sorted(reading.other_files.items())),
-        }
-        for name, reading in readings.items()
+        "kind": inputs.kind,
+        "vocabulary": writer.vocabulary,
+        "separator": {
+            "token": separator,
+            "text": writer.encoder.name(separator),
+            "of every conversation": common is not None,
+        },
+        "template": template,
+        "sources": {
+            name: encoding.source_report(reading, general=name in inputs.general) | {"tokens": lengths.get(name)}
+            for name, reading in read.items()
+        },
+        **material.corpus.report.as_json(),
+        "rejected": {name: encoding.rejections(reading) for name, reading in read.items()},
+        "lossy": {"texts": len(writer.lossy), "of": writer.seen, "first": writer.lossy[:10]},
     }
 
 

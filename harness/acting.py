@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from harness.config import Value, difference, explain
+from harness.config import Value, explain
 from harness.errors import BadInput, BadValue, CheckFailed, WrongUse
 from harness.inbox import Message, Pause, Resume, Stop, post
 from harness.limits import Limits
@@ -34,49 +34,68 @@ if TYPE_CHECKING:
     from harness.study import Study
     from harness.studyfile import Agent
 
+OPTIONS = ("format", "column", "subset", "split")
+"""Of a data source."""
 DEMO_PROPOSALS = 10
 """Proposals that one `overnight run` of the demo decides."""
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Make a study, from scratch or with what an earlier one found."""
+    """Make a study: from scratch, as a preset describes it, or with what an earlier one found."""
     from harness import setup, study
 
     out = console()
-    wanted: dict[str, Any] = {name: getattr(arguments, name) for name in ("policy", "data", "budget")}
-    baseline = assignments(arguments.knobs)
+    if arguments.preset == "list":
+        return _list_presets(out)
+    if arguments.study is None:
+        raise BadInput("a new study needs a name: `overnight init NAME …`")
+    if arguments.preset is not None and arguments.origin is not None:
+        raise BadInput("--preset and --from are two ways to begin: choose one")
+    wanted: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in (
+            "policy",
+            "data",
+            "budget",
+            "task",
+            "model",
+            "revision",
+            "general",
+            "guard",
+            "max_regression",
+            "beta",
+        )
+    }
+    wanted = {name: value for name, value in wanted.items() if value not in (None, [])}
+    wanted["options"] = {name: given for name in OPTIONS if (given := getattr(arguments, name))}
+    wanted["eval_keys"] = assignments(arguments.eval_keys)
+    wanted["baseline"] = assignments(arguments.knobs)
     if arguments.origin is not None:
-        inherited, best = _inherited(study.load(chosen(arguments.origin).root), same_data=not arguments.data)
-        wanted = inherited | {name: value for name, value in wanted.items() if value}
-        baseline = best | baseline
-    for name, value in wanted.items():
-        if value is None or value == []:
-            raise BadInput(f"a new study needs --{name}, or --from a study that has one")
-    made = setup.create(
-        arguments.study, task=arguments.task, model=arguments.model, baseline=baseline, progress=out.print, **wanted
-    )
+        from harness.inheritance import inherited
+
+        wanted = inherited(study.load(chosen(arguments.origin).root), wanted)
+    elif arguments.preset is not None:
+        from harness.presets import find_preset
+
+        wanted = find_preset(arguments.preset).completed(wanted)
+    if "policy" not in wanted:
+        raise BadInput("a new study needs --policy, or --from a study that has one, or a --preset")
+    made = setup.create(arguments.study, progress=lambda text: out.print(text, markup=False), **wanted)
     out.print(f"Study {made.name} is made in {made.paths.root}. `overnight run {arguments.study}` starts the search.")
     return 0
 
 
-def _inherited(old: Study, *, same_data: bool) -> tuple[dict[str, Any], dict[str, Value]]:
-    """Return what a study asked for, and its best config as knobs that differ from its policy's defaults.
+def _list_presets(out: Console) -> int:
+    from harness.presets import Preset, presets
 
-    On the same data the evaluation stays what it was. The old seal is not asked: after an upgrade it is broken, and
-    this is the way on.
-    """
-    with Reader(old.paths.ledger) as reader:
-        incumbent = reader.incumbent()
-    best = incumbent.config if incumbent is not None else old.baseline
-    asked = old.file.study
-    wanted: dict[str, Any] = {
-        "policy": str(old.paths.policy_toml),
-        "data": [f"{source.name}={source.path}" for source in asked.data],
-        "budget": asked.budget,
-    }
-    if same_data:
-        wanted |= {"evaluation": old.file.eval, "vocabulary": asked.vocabulary}
-    return wanted, difference(old.policy.baseline({}), best)
+    for name, path in presets().items():
+        preset = Preset.read(path)
+        out.print(
+            f"{name}: {preset.description}. --policy {preset.policy} --task {preset.task} --model {preset.model}"
+            f" --data {' '.join(preset.data)} --budget {preset.budget}",
+            markup=False,
+        )
+    return 0
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from harness.interrupts import INTERRUPTED, Interrupts, sentence
 COMMANDS = (
     *("init", "run", "propose", "pause", "resume", "stop"),
     *("status", "ledger", "lineage", "show", "compare", "briefing"),
-    *("replay", "verify", "report", "mcp", "doctor"),
+    *("replay", "verify", "report", "mcp", "data", "doctor"),
 )
 EPILOG = "STUDY is a name under runs/ or a path; where it may be left out, it is the only study or the one that runs."
 
@@ -93,6 +93,18 @@ def _fail(sentence: str, code: int) -> int:
     return code
 
 
+SOURCES_HELP = """\
+A SRC is a file, a folder, or a data set on the Hub: hub:ORG/NAME, hub:ORG/NAME@REVISION,
+or a bare ORG/NAME that is no local path. NAME=SRC names it; else its file's name does.
+--format, --column, --subset and --split take a VALUE for every source of --data, or
+NAME=VALUE for one (the guard set is called guard):
+
+  overnight init chat --policy lora --model org/base --budget 300s \\
+      --data mine=rows.jsonl hub:org/chats --format mine=alpaca --split chats=train_sft \\
+      --general web=folder --guard hub:org/texts --column guard=text --max-regression 0.02
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     top = _Parser(prog="overnight", description="Searches the hyperparameters of an LLM training job while you sleep.")
@@ -126,15 +138,7 @@ def _add(commands: _Commands, name: str, where: str, text: str) -> argparse.Argu
 
 
 def _search_commands(commands: _Commands) -> None:
-    command = _add(commands, "init", "harness.acting:init", "make a study: prepare and seal the data")
-    command.add_argument("study", metavar="STUDY")
-    command.add_argument("--from", dest="origin", metavar="OLD", help="a study whose best config is the new baseline")
-    command.add_argument("--policy", metavar="P", help="name under policies/ (demo, pretrain) or a path")
-    command.add_argument("--data", nargs="+", default=[], metavar="SRC", help="files or folders; or NAME=PATH")
-    command.add_argument("--budget", metavar="B", help="of each trial: 300s, 2Mtok, 5e12flop")
-    command.add_argument("--task", default="pretrain", help="what is trained for (default: %(default)s)")
-    command.add_argument("--model", default="fresh", help="what is trained (default: %(default)s, a new model)")
-    _knobs(command, "your current config, where it differs from the policy's defaults")
+    _init_command(commands)
 
     command = _add(commands, "run", "harness.acting:run", "search; without a study: make and run the demo")
     command.add_argument("study", nargs="?", metavar="STUDY")
@@ -166,6 +170,40 @@ def _search_commands(commands: _Commands) -> None:
         ("stop", "end the running search in good order"),
     ):
         _study(_add(commands, name, f"harness.acting:{name}", text))
+
+
+def _init_command(commands: _Commands) -> None:
+    command = _add(commands, "init", "harness.acting:init", "make a study: prepare and seal base model and data")
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = f"{SOURCES_HELP}\n{EPILOG}"
+    command.add_argument("study", nargs="?", metavar="STUDY")
+    command.add_argument("--from", dest="origin", metavar="OLD", help="a study whose best config is the new baseline")
+    command.add_argument("--preset", metavar="NAME", help="a study that many begin with; `--preset list` shows them")
+    command.add_argument("--policy", metavar="P", help="name under policies/ (demo, pretrain, lora, …) or a path")
+    command.add_argument("--budget", metavar="B", help="of each trial: 300s, 2Mtok, 5e12flop")
+    command.add_argument("--task", help="pretrain, continue, sft or dpo (default: the policy's first)")
+    command.add_argument("--model", help="what is trained: fresh, a folder, a GGUF file, or an id on the Hub")
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on the Hub")
+    _knobs(command, "your current config, where it differs from the policy's defaults")
+    data = command.add_argument_group("data")
+    data.add_argument("--data", nargs="+", default=[], metavar="SRC", help="what is trained on and scored")
+    data.add_argument("--general", nargs="+", default=[], metavar="SRC", help="general text, trained on only")
+    for name, text in (
+        ("format", "auto, text, jsonl, alpaca, chat, prompt_completion, preference, csv, parquet, saved"),
+        ("column", "field that holds the text"),
+        ("subset", "configuration of a data set on the Hub"),
+        ("split", "split of a data set on the Hub (default: train)"),
+    ):
+        data.add_argument(f"--{name}", action="append", default=[], metavar="[SRC=]VALUE", help=text)
+    score = command.add_argument_group("evaluation")
+    score.add_argument("--guard", metavar="SRC", help="general text on which a kept change must not cost too much")
+    score.add_argument(
+        "--max-regression", type=_amount, metavar="X", help="bits per byte that it may cost there (default: 0.05)"
+    )
+    score.add_argument("--beta", type=_positive, metavar="X", help="of bits per preference pair (default: 0.1)")
+    score.add_argument(
+        "--eval", dest="eval_keys", action="append", default=[], metavar="KEY=VALUE", help="val_bytes, context, …"
+    )
 
 
 def _reading_commands(commands: _Commands) -> None:
@@ -208,6 +246,13 @@ def _other_commands(commands: _Commands) -> None:
     _study(command)
     command.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in the study)")
     _study(_add(commands, "mcp", "harness.acting:mcp", "serve a coding agent over stdio (MCP); it starts this itself"))
+    command = _add(commands, "data", "harness.data:data", "what would be made of data: formats, duplicates, samples")
+    command.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or Hub data sets; or NAME=PATH")
+    command.add_argument("--format", default="auto", metavar="F", help="what they hold (default: it is recognised)")
+    command.add_argument("--column", metavar="C", help="field that holds the text, where it is not the usual one")
+    command.add_argument("--task", metavar="T", help="also check that it fits: pretrain, continue, sft, dpo")
+    command.add_argument("--model", metavar="FOLDER", help="a model's folder: count tokens, try its chat template")
+    _json(command)
     command = _add(commands, "doctor", "harness.doctor:doctor", "what this machine offers a search")
     _json(command)
 

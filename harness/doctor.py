@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness import disk, origin
+from harness.demomodel import demo_model
 from harness.jobs import sandbox
 from harness.paths import RUNS
 from harness.reading import console, put
@@ -72,6 +73,7 @@ def examine(runs: Path, environment: os._Environ[str] | dict[str, str]) -> list[
         *_torch(),
         _packages(),
         _extra(),
+        *_fine_tuning(),
         _cores(),
         _memory(),
         _disk(runs),
@@ -125,6 +127,29 @@ def _extra() -> Finding:
     except PackageNotFoundError:
         text = "`overnight mcp` would need a package more: `pip install 'mcp>=2.3,<3'`"
         return Finding(what="for agents", state="ok", text=text)
+
+
+def _fine_tuning() -> list[Finding]:
+    """Look for what fine-tuning can use; none of it is needed for a search."""
+    packages = {
+        "bitsandbytes": ("4-bit base models, 8-bit optimizers", "quantization"),
+        "schedulefree": ("the schedule_free optimizer", "optimizers"),
+        "gguf": ("base models as GGUF files", "gguf"),
+    }
+    texts = []
+    for name, (use, extra) in packages.items():
+        try:
+            texts.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            texts.append(f"no {name}, which {use} would need: `pip install 'overnight[{extra}]'`")
+    model = demo_model()
+    told = (
+        f"{model.name} ({disk.readable(model.stat().st_size)})" if model else "not here; `make demo-model` installs it"
+    )
+    return [
+        Finding(what="fine-tuning", state="ok", text="; ".join(texts)),
+        Finding(what="demo model", state="ok", text=told),
+    ]
 
 
 def _cores() -> Finding:

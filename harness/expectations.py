@@ -12,6 +12,7 @@ from harness.jobs.sandbox import system_paths
 from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
+from harness.sizes import parameters, trained_parameters
 from harness.study import Study
 from harness.studyfile import Agent
 from harness.terms import provider_and_model
@@ -25,6 +26,7 @@ def expectations(
     """Return the lines for the start of a run. ``asked`` is the language model that its proposer asks, if any."""
     trials = reader.trials()
     lines = [f"Study {study.paths.name}: {study.file.study.task}, budget {study.budget} a trial on {study.device}."]
+    lines += _trained(study)
     if trials:
         lines.append(f"Going on after {counted(trials)} trials and {len(reader.past())} proposals.")
     lines.append(_extent(limits, counted(trials), expected_seconds(trials)))
@@ -57,6 +59,23 @@ def expectations(
         )
     lines.append(_model(agent, reader, asked))
     return lines
+
+
+def _trained(study: Study) -> list[str]:
+    """Say which model is trained, and how much of it; nothing of a fresh one, whose shape the config tells."""
+    base = study.base
+    if base is None:
+        return []
+    every = parameters(study.baseline, vocabulary=study.vocabulary, base=base)
+    trained = trained_parameters(study.baseline, vocabulary=study.vocabulary, base=base)
+    how = "all of its weights" if trained == every else f"an adapter of {trained / 1e6:.2f} million parameters"
+    held = {"nf4": " in 4 bits", "nf4_double": " in 4 bits"}.get(study.baseline.quantization, "")
+    at = f" at {base.revision[:12]}" if base.revision else ""
+    lines = [
+        f"Base model: {base.name}{at} ({base.architecture}, {base.parameters / 1e6:.1f} million parameters{held}); the"
+        f" baseline trains {how}, method {study.baseline.method}."
+    ]
+    return lines + [f"Note on the base model: {note}" for note in base.notes]
 
 
 def _model(agent: Agent, reader: Reader, asked: str | None) -> str:

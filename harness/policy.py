@@ -45,6 +45,10 @@ SECTIONS_OF_TASKS: Mapping[str, tuple[Task, ...]] = {"model": ("pretrain",), "pr
 """Sections of a config that only some tasks have, and these must."""
 
 
+LEAST_ROW_TOKENS = 2
+"""Of an unpacked row: one token to predict, and the separator before it."""
+
+
 class ProposalRules(Section):
     """What a single proposal may ask for."""
 
@@ -238,13 +242,15 @@ class Policy(Section):
         batch = config.batch
         if budget.kind == "seconds":  # how many steps fit is only known after they ran
             return None
-        per_step = batch.tokens_per_step
+        # A packed row is full. An unpacked one is as long as its document, so that only a bound is known beforehand.
+        length = batch.sequence_length if batch.packing else LEAST_ROW_TOKENS
+        per_step = batch.per_device * batch.accumulation * length
         cost, unit = float(per_step), f"{per_step} tokens"
         if budget.kind == "flops":
             per_token = flops_per_token(config, vocabulary=vocabulary, base=base)
             cost *= per_token
             unit += f" × {per_token:.3g} flops = {cost:.3g} flops"
-        product = f"{batch.per_device} sequences × {batch.accumulation} passes × {batch.sequence_length} tokens"
+        product = f"{batch.per_device} sequences × {batch.accumulation} passes × {length} tokens"
         steps = budget.amount / cost
         if steps >= self.proposals.minimum_steps:
             return None
@@ -262,10 +268,15 @@ def find_policy(name: str) -> Path:
         if not path.is_file():
             raise BadInput(f"no policy file {name}")
         return path
-    names = {path.stem: path for path in sorted(_packaged().glob("*.toml")) if path != packaged_prices()}
+    names = packaged_policies()
     if name not in names:
         raise BadInput(f"no policy {name!r}{nearest(name, names)}; there are {', '.join(names)}, or give a path")
     return names[name]
+
+
+def packaged_policies() -> dict[str, Path]:
+    """Return the files of the policies that come with us, by name."""
+    return {path.stem: path for path in sorted(_packaged().glob("*.toml")) if path != packaged_prices()}
 
 
 def find_program(policy: Path) -> Path:

@@ -7,48 +7,41 @@ leaves no half study.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import errno
 import importlib.resources
 import os
-import re
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from frozen.corpus import SplitSizes
-from frozen.formats import Source, SourceError, readable_bytes
-from frozen.timer import Budget
-from frozen.tokens import Prepared, prepare
-from harness import disk, files, origin
-from harness.config import TrialConfig, Value
+from frozen.tokens import GivenTokenizer, GuardSource, NewTokenizer, Prepared, prepare
+from harness import demomodel, disk, files, origin
+from harness.base import Base, prepare_base
+from harness.config import Value
+from harness.docstrings import docstring_data
 from harness.errors import BadInput
 from harness.ledger import Ledger
 from harness.paths import DEMO, RUNS, StudyPaths, cache_folder, folder_of
-from harness.policy import Policy, find_policy, find_program, packaged_prices
+from harness.policy import find_policy, find_program, packaged_prices
+from harness.request import KINDS, Checked, Plan, Request, Say, check, check_name, settle, tasks_of
 from harness.rows import StudyRow
 from harness.seal import Seal
+from harness.sources import as_source
 from harness.study import METRICS, Study, build, load
-from harness.studyfile import SMALLEST_VOCABULARY, Asked, DataSource, Evaluation, StudyFile, check_choice, named
+from harness.studyfile import (
+    FRESH,
+    DataSource,
+    Evaluation,
+    GuardSet,
+)
 
-TASKS = ("pretrain",)
-MODELS = ("fresh",)
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
-Say = Callable[[str], None]
-
-VOCABULARIES = ((2_000_000, 1024), (50_000_000, 2048), (1_000_000_000, 8192))
-"""Bytes of text up to which a tokenizer of that size is trained; more text gets `LARGEST_VOCABULARY`."""
-LARGEST_VOCABULARY = 32768
-LEAST_SECONDS = 1.0
-"""How many steps fit into seconds is only known when they run; into less than this no schedule fits on any machine."""
-LARGEST_VAL_BYTES = 1 << 19
-"""Half a megabyte of val: scoring stays short beside training, and the sample of text is the same for every config."""
-LARGEST_PROBE_BYTES = 1 << 15
 SHOWN_REJECTIONS = 5
 """Places in the sources that are named on the screen; the report in the study has more."""
 
@@ -59,64 +52,57 @@ DEMO_EVALUATION = Evaluation(context=128, stride=96, probe_bytes=6_000, val_byte
 DEMO_VOCABULARY = 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What `create` was asked for, unchecked."""
-
-    root: Path
-    runs: Path
-    policy: str
-    data: tuple[str, ...]
-    budget: str
-    task: str
-    model: str
-    baseline: dict[str, Value]
-    vocabulary: int | None
-    evaluation: Evaluation | None
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    """A request of which everything but the contents of the data was found usable."""
-
-    file: StudyFile
-    policy_file: Path
-    text_bytes: int
-    """Size of the sources on the disk."""
-
-
 def create(
     name_or_path: str | Path,
     *,
     policy: str,
-    data: Sequence[str | Path],
-    budget: str,
-    task: str = "pretrain",
-    model: str = "fresh",
+    data: Sequence[str | Path | DataSource] = (),
+    budget: str | None = None,
+    task: str | None = None,
+    model: str | None = None,
+    revision: str | None = None,
+    base: Base | None = None,
+    general: Sequence[str | DataSource] = (),
+    guard: str | GuardSet | None = None,
+    max_regression: float | None = None,
+    options: Mapping[str, Sequence[str]] | None = None,
+    beta: float | None = None,
     runs: Path = RUNS,
     baseline: Mapping[str, Value] | None = None,
     vocabulary: int | None = None,
     evaluation: Evaluation | None = None,
+    eval_keys: Mapping[str, Value] | None = None,
     seed: int = 0,
     progress: Say = lambda text: None,
 ) -> Study:
-    """Make a study: check the request, prepare and seal the data, publish the folder whole.
+    """Make a study: check the request, prepare and seal base model and data, publish the folder whole.
 
-    ``data`` holds paths or ``NAME=PATH``; ``vocabulary`` and ``evaluation`` are derived from the amount of text if
-    absent. `BadInput`, `UnknownKnob` or `BadValue`: something in the request cannot be used, and nothing was made.
+    ``data`` holds sources or SRCs as `harness.sources` reads them, ``options`` theirs. Absent: ``task``, the policy's
+    first; ``model``, a fresh one for pretraining; ``vocabulary`` and ``evaluation``, derived from the amount of text
+    (``eval_keys`` replaces single ones). ``base`` is a base model that is prepared already, in the place of fetching
+    ``model``. Instruction tuning with neither data nor model is the demo on docstrings.
+
+    `BadInput`, `UnknownKnob` or `BadValue`: something in the request cannot be used, and nothing was made.
     """
     request = Request(
         root=folder_of(name_or_path, runs),
         runs=runs,
         policy=policy,
-        data=tuple(os.fspath(source) for source in data),
+        data=tuple(source if isinstance(source, DataSource) else os.fspath(source) for source in data),
         budget=budget,
         task=task,
         model=model,
+        revision=revision,
+        base=base,
+        general=tuple(general),
+        guard=guard,
+        max_regression=max_regression,
+        options=dict(options or {}),
+        beta=beta,
         baseline=dict(baseline or {}),
         vocabulary=vocabulary,
         evaluation=evaluation,
+        eval_keys=dict(eval_keys or {}),
         seed=seed,
     )
     return _made(request, progress)
@@ -124,10 +110,32 @@ def create(
 
 def _made(request: Request, say: Say) -> Study:
     """Make the study, or raise `BadInput` and leave nothing behind."""
-    checked = check(request)
-    with _tidy(cache_folder(request.runs), request.runs, request.root.parent), _said(request.root):
+    cache = cache_folder(request.runs)
+    with _tidy(cache / "models", cache, request.runs, request.root.parent), _said(request.root):
+        plan = check(_with_demo(request, say))
+        checked = settle(request, plan, _base(request, plan, say), say)
         prepared = _prepare(request, checked, say)
         return _publish(request, checked, prepared, say)
+
+
+def _with_demo(request: Request, say: Say) -> Request:
+    """Fill in the demo of fine-tuning where a request for instruction tuning names neither data nor model."""
+    task = request.task or tasks_of(find_policy(request.policy))[0]
+    if task != "sft" or request.data or request.model is not None or request.base is not None:
+        return request
+    check_name(request.root)
+    model = demomodel.needed_model()
+    say("Making the demo of fine-tuning: SmolLM2-135M-Instruct learns to write docstrings like those of this Python.")
+    return dataclasses.replace(
+        request,
+        task=task,
+        model=str(model),
+        data=(f"docstrings={docstring_data(cache_folder(request.runs))}",),
+        options={"format": ["alpaca"]} | dict(request.options),
+        budget=request.budget or demomodel.BUDGET,
+        baseline=demomodel.KNOBS | dict(request.baseline),
+        eval_keys=demomodel.EVALUATION | dict(request.eval_keys),
+    )
 
 
 def create_demo(runs: Path = RUNS, progress: Say = lambda text: None) -> Study:
@@ -173,99 +181,20 @@ def demo_text(runs: Path, library: Path | None = None) -> Path:
     return target
 
 
-# --- checks that need no data ------------------------------------------------------------------------------------
-
-
-def check(request: Request) -> Checked:
-    """Check everything but the contents of the data; derive what was left open. `BadInput` says what is wrong."""
-    _check_name(request.root)
-    check_choice("task", request.task, TASKS)
-    check_choice("model", request.model, MODELS)
-    sources, text_bytes = _sources(request.data)
-    policy_file = find_policy(request.policy)
-    policy = Policy.load(policy_file, [source.name for source in sources])
-    baseline = policy.baseline(request.baseline)
-    try:
-        budget = Budget.parse(request.budget)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    if budget.kind == "seconds" and budget.amount < LEAST_SECONDS:
-        raise BadInput(f"a budget of {budget} is too small: a trial needs at least {LEAST_SECONDS:g} s for its steps")
-    vocabulary = request.vocabulary if request.vocabulary is not None else _vocabulary(text_bytes)
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise BadInput(
-            f"a vocabulary of {vocabulary} is too small: all bytes and some merges need {SMALLEST_VOCABULARY}"
-        )
-    refusal = policy.too_few_steps(baseline, budget, vocabulary, None)
-    if refusal is not None:
-        raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
-    missing = disk.shortfall_bytes(request.root.parent, 4 * text_bytes)
-    if missing:
-        raise BadInput(
-            f"the disk of {request.root.parent} is nearly full: {disk.readable(missing)} are missing to prepare the"
-            f" data and keep {disk.readable(disk.RESERVE_BYTES)} in reserve"
-        )
-    asked = Asked(
-        task="pretrain",
-        model="fresh",
-        policy=request.policy,
-        budget=str(budget),
-        vocabulary=vocabulary,
-        seed=request.seed,
-        data=tuple(sources),
+def _base(request: Request, plan: Plan, say: Say) -> Base | None:
+    """Return the prepared base model, or None for a fresh one."""
+    if plan.model == FRESH:
+        return None
+    base = request.base or prepare_base(plan.model, request.revision, cache_folder(request.runs), say)
+    facts = base.facts
+    at = f" at {facts.revision[:12]}" if facts.revision else ""
+    say(
+        f"Base model {facts.name}{at}: {facts.architecture}, {facts.parameters / 1e6:.1f} million parameters,"
+        f" context {facts.context or 'unbounded'}, {disk.readable(facts.weight_bytes)} of weights."
     )
-    evaluation = request.evaluation or _evaluation(text_bytes, baseline)
-    file = StudyFile.parse(StudyFile(study=asked, baseline=request.baseline, eval=evaluation).model_dump(mode="json"))
-    return Checked(file=file, policy_file=policy_file, text_bytes=text_bytes)
-
-
-def _check_name(root: Path) -> None:
-    if not NAME.fullmatch(root.name):
-        name = root.name or os.fspath(root)
-        raise BadInput(f"{name!r} cannot be the name of a study: letters, digits, dot, dash and underscore")
-    if root.exists() or root.is_symlink():
-        raise BadInput(f"{root} is there already: choose another name, or `overnight run {root.name}` to go on with it")
-
-
-def _sources(data: tuple[str, ...]) -> tuple[list[DataSource], int]:
-    if not data:
-        raise BadInput("a study needs data: --data FILE or FOLDER, also several times, also as NAME=PATH")
-    sources: list[DataSource] = []
-    total = 0
-    for text in data:
-        name, path = named(text, {source.name for source in sources})
-        if not path.strip():
-            raise BadInput(f"the source {text!r} names no file or folder")
-        try:
-            Path(path).stat()
-        except (OSError, ValueError) as error:
-            raise BadInput(f"there is no readable file or folder {path!r}") from error
-        try:
-            sources.append(DataSource(name=name, path=path))
-        except ValueError as error:
-            raise BadInput(f"{name!r} cannot be the name of a source: letters, digits, dash, underscore") from error
-        try:
-            total += readable_bytes(Source(name=name, path=Path(path)))
-        except SourceError as error:
-            raise BadInput(str(error)) from error
-    return sources, total
-
-
-def _vocabulary(text_bytes: int) -> int:
-    return next((size for limit, size in VOCABULARIES if text_bytes <= limit), LARGEST_VOCABULARY)
-
-
-def _evaluation(text_bytes: int, baseline: TrialConfig) -> Evaluation:
-    """Derive the evaluation's constants: a tenth of the text for val and for holdout each, the baseline's context."""
-    tenth = max(1, min(text_bytes // 10, LARGEST_VAL_BYTES))
-    context = baseline.batch.sequence_length
-    return Evaluation(
-        context=context,
-        stride=max(1, context // 2),
-        probe_bytes=max(1, min(text_bytes // 40, LARGEST_PROBE_BYTES)),
-        val_bytes=tenth,
-        holdout_bytes=tenth,
-    )
+    for note in facts.notes:
+        say(f"Note on the base model: {note}")
+    return base
 
 
 # --- data and folder ---------------------------------------------------------------------------------------------
@@ -273,23 +202,42 @@ def _evaluation(text_bytes: int, baseline: TrialConfig) -> Evaluation:
 
 def _prepare(request: Request, checked: Checked, say: Say) -> Prepared:
     file = checked.file
-    sources = [Source(name=s.name, path=Path(s.path or ""), format=s.format) for s in file.study.data]
     sizes = SplitSizes(
         probe_bytes=file.eval.probe_bytes, val_bytes=file.eval.val_bytes, holdout_bytes=file.eval.holdout_bytes
     )
     cache = cache_folder(request.runs)
     cache.mkdir(parents=True, exist_ok=True)
-    say(f"Reading and encoding {disk.readable(checked.text_bytes)} of text.")
+    vocabulary = file.study.vocabulary
+    base, guard = checked.base, file.eval.guard
+    say(f"Reading and encoding {disk.readable(checked.text_bytes)} of data.")
     try:
-        prepared = prepare(sources, sizes, file.study.vocabulary, cache, say)
+        prepared = prepare(
+            [as_source(source) for source in file.study.data],
+            sizes,
+            NewTokenizer(vocabulary) if base is None else GivenTokenizer(base.folder, vocabulary),
+            cache,
+            say,
+            kind=KINDS[file.study.task],
+            guard=None if guard is None else GuardSource(as_source(guard), guard.bytes),
+        )
     except ValueError as error:  # `SourceError` is one
         raise BadInput(str(error)) from error
     for name, found in prepared.report["rejected"].items():
         if found["rejected"]:
             say(_left_out(name, found, StudyPaths(request.root).data_report))
     for name in file.sources:
+        say(_recognised(name, prepared.report))
         _say_duplicates(name, prepared.report, say)
     return prepared
+
+
+def _recognised(name: str, report: Mapping[str, Any]) -> str:
+    """Say what a source was taken for, why, and how much of it there is."""
+    read = report["read"][name]
+    found = report.get("sources", {}).get(name, {})
+    form = f"read as {found['format']} ({found['why']}), " if found.get("format") and found.get("why") else ""
+    notes = "".join(f"; {note}" + (f" ({count})" if count else "") for note, count in found.get("notes", {}).items())
+    return f"Source {name}: {form}{read['documents']} documents, {disk.readable(read['bytes'])}{notes}."
 
 
 def _say_duplicates(name: str, report: dict[str, Any], say: Say) -> None:
@@ -302,8 +250,11 @@ def _say_duplicates(name: str, report: dict[str, Any], say: Say) -> None:
             f"source {name} adds nothing to train on: {dropped} of its {read} texts are duplicates of other texts;"
             " leave it out"
         )
-    if dropped:
-        say(f"Source {name}: {dropped} of {read} texts are duplicates of others and left out.")
+    quotes = report.get("dropped", {}).get(name, {}).get("quotes a held-out text", {"texts": 0})["texts"]
+    if quotes:
+        say(f"Source {name}: {quotes} texts repeat most of a text that scores are made on; left out of train.")
+    if dropped - quotes:
+        say(f"Source {name}: {dropped - quotes} of {read} texts are duplicates of others and left out.")
 
 
 def _left_out(name: str, found: dict[str, Any], report: Path) -> str:
@@ -323,6 +274,8 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
     aside.root.mkdir()
     try:
         files.link_tree(prepared.folder, aside.root / "data")
+        if checked.base is not None:
+            checked.base.link(aside.base)
         # Little text gives a smaller vocabulary than was asked for.
         asked = checked.file.study.model_copy(update={"vocabulary": prepared.vocabulary})
         file = checked.file.model_copy(update={"study": asked})
@@ -334,7 +287,10 @@ def _publish(request: Request, checked: Checked, prepared: Prepared, say: Say) -
         for folder in (aside.inbox, aside.trials, aside.lineage):
             folder.mkdir()
         say("Sealing data, code and rules.")
-        study = build(aside, file, Seal.take(aside))
+        seal = Seal.take(aside)
+        if checked.base is not None:
+            checked.base.check_sealed(seal.manifest.data)
+        study = build(aside, file, seal)
         Ledger.create(aside.ledger, study=_row(root.name, study)).close()
         try:
             aside.root.rename(root)

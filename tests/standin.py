@@ -96,9 +96,58 @@ def make_base(
     return folder
 
 
+def make_gguf(base: Path, path: Path) -> Path:
+    """Write a Llama stand-in as a GGUF file, with its tokenizer and template, as llama.cpp's converter lays it out."""
+    import json
+
+    import gguf
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    config = json.loads((base / "config.json").read_text())
+    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("stand-in")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config["vocab_size"])
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    entries = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([entry for entry, _ in entries])
+    writer.add_token_types([3 if entry in special else 1 for entry, _ in entries])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    )
+    writer.add_bos_token_id(special["<|endoftext|>"])
+    writer.add_eos_token_id(special["<|im_end|>"])
+    if (base / "chat_template.jinja").is_file():
+        writer.add_chat_template((base / "chat_template.jinja").read_text())
+    for name, tensor in load_file(base / "model.safetensors").items():
+        for suffix, count in (("q_proj.weight", heads), ("k_proj.weight", key_heads)):
+            if name.endswith(suffix):  # llama.cpp rotates neighbours, transformers halves
+                rows, columns = tensor.shape
+                tensor = tensor.reshape(count, 2, rows // count // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+        module = name.removesuffix(".weight")
+        writer.add_tensor(f"{names.get_name(module)}.weight", np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def prepare(folder: Path) -> Path:
     """Add ``base.json``, so that ``folder`` is what a study keeps under ``data/base``."""
-    from harness.base import facts_of
+    from harness.jobs.facts import facts_of
 
     facts = facts_of(folder, name=str(folder), revision=None, digest="0" * 64)
     (folder / "base.json").write_text(facts.model_dump_json(indent=1), encoding="utf-8")

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frozen.corpus import PIECE_BYTES, SPLITS, Corpus, SplitSizes, cut, digest_of, normalise, split_corpus
+from frozen.corpus import SPLITS, Corpus, SplitSizes, split_corpus
 from frozen.duplicates import HeldOut, near_duplicates, shingles
 from frozen.formats import Document, SourceError
+from frozen.pieces import PIECE_BYTES, cut, digest_of, normalise
 
 SIZES = SplitSizes(probe_bytes=2000, val_bytes=4000, holdout_bytes=4000)
 
@@ -38,7 +39,7 @@ def test_every_text_goes_to_one_split_and_splits_have_their_size() -> None:
     """Nothing is lost or doubled; held-out splits hold what was asked for, and at most one document more."""
     corpus = split_corpus(documents(), SIZES)
     everything = [text for texts in contents(corpus).values() for text in texts]
-    assert sorted(everything) == sorted(document.text for document in documents())
+    assert sorted(everything) == sorted(str(document.content) for document in documents())
     for name, wanted in (("probe", 2000), ("val", 4000), ("holdout", 4000)):
         size = sum(kept.bytes for kept in corpus.splits[name])
         assert wanted <= size < wanted + max(kept.bytes for kept in corpus.splits[name])
@@ -90,7 +91,7 @@ def test_equal_texts_are_kept_once() -> None:
 def test_near_duplicates_are_kept_once(change: Callable[[str], str]) -> None:
     """Layout, case, an added sentence or two changed words do not make a text another one, in whichever split."""
     plain = documents()
-    corpus = split_corpus([*plain, *(Document("two", change(document.text)) for document in plain)], SIZES)
+    corpus = split_corpus([*plain, *(Document("two", change(str(document.content))) for document in plain)], SIZES)
     dropped = corpus.report.as_json()["dropped"]
     assert sum(row["near-duplicate"]["texts"] for row in dropped.values()) == len(plain)
     assert sum(map(len, corpus.splits.values())) == len(plain)
@@ -100,7 +101,7 @@ def test_train_texts_that_quote_held_out_ones_are_dropped() -> None:
     """A long text around a held-out text, and a part of one, are no near-duplicates but quotes: train loses them."""
     plain = documents()
     wrapped = [
-        Document("wrapped", prose(1000 + index, 300) + " " + document.text + " " + prose(2000 + index, 300))
+        Document("wrapped", prose(1000 + index, 300) + " " + str(document.content) + " " + prose(2000 + index, 300))
         for index, document in enumerate(plain)
     ]
     corpus = split_corpus([*plain, *wrapped], SIZES)
@@ -157,7 +158,7 @@ def test_a_piece_keeps_its_indentation() -> None:
 def test_too_little_text_is_refused_with_numbers(count: int) -> None:
     """Four splits need twice the held-out bytes; the message has what was read, what is left and what is needed."""
     text = documents(count)
-    read = sum(len(document.text) for document in text)
+    read = sum(len(str(document.content)) for document in text)
     with pytest.raises(SourceError, match=rf"{read} bytes were read, .* {read} are left, but 20000 are needed"):
         split_corpus([*text], SIZES)
 

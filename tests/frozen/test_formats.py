@@ -12,7 +12,13 @@ from frozen.formats import Document, Format, Source, SourceError, read, readable
 
 def texts(path: Path, file_format: Format = "auto") -> list[str]:
     """Return the texts of a source."""
-    return [document.text for document in read(Source("one", path, file_format)).documents]
+    return [_text(document) for document in read(Source("one", path, format=file_format)).documents]
+
+
+def _text(document: Document) -> str:
+    """Return a document's text."""
+    assert isinstance(document.content, str)
+    return document.content
 
 
 def rows(*values: Any) -> str:
@@ -66,7 +72,7 @@ def test_links_to_folders_make_no_loop(tmp_path: Path) -> None:
     (tmp_path / "b.txt").symlink_to(tmp_path / "c.txt")
     (tmp_path / "c.txt").symlink_to(tmp_path / "b.txt")
     reading = read(Source("one", tmp_path))
-    assert [document.text for document in reading.documents] == ["a"]
+    assert [_text(document) for document in reading.documents] == ["a"]
     assert {(item.where, item.reason) for item in reading.rejected} == {
         ("b.txt", "a link that leads nowhere"),
         ("c.txt", "a link that leads nowhere"),
@@ -88,7 +94,7 @@ def test_a_link_stays_within_the_folder(tmp_path: Path) -> None:
     (tmp_path / "data-too").mkdir()
     (data / "near").symlink_to(tmp_path / "data-too")
     reading = read(Source("one", data))
-    assert sorted(document.text for document in reading.documents) == ["a", "stored"]
+    assert sorted(_text(document) for document in reading.documents) == ["a", "stored"]
     assert [(item.where, item.reason.partition(",")[0]) for item in reading.rejected] == [
         (name, "a link that leads out of the folder") for name in ("file.txt", "folder", "near")
     ]
@@ -220,7 +226,7 @@ def test_studies_and_bytecode_are_not_looked_into(tmp_path: Path) -> None:
     (study / "study.toml").write_text("task")
     assert len(read(Source("s", tmp_path)).documents) == 3
     (study / "ledger.db").write_text("")
-    assert [document.text for document in read(Source("s", tmp_path)).documents] == ["a text"]
+    assert [_text(document) for document in read(Source("s", tmp_path)).documents] == ["a text"]
 
 
 def test_only_what_would_be_read_counts_for_the_size(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from frozen.formats import Source, SourceError
 from frozen.tokens import (
     SEPARATOR,
     EncodedSplit,
+    NewTokenizer,
     Prepared,
     encode,
     prepare,
@@ -172,7 +173,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """Return data that was prepared once."""
     folder = tmp_path_factory.mktemp("prepared")
     sources = [Source("b", write_source(folder / "b")), Source("a", write_source(folder / "a", 40, seed=1))]
-    return prepare(sources, SIZES, 400, folder / "cache")
+    return prepare(sources, SIZES, NewTokenizer(400), folder / "cache")
 
 
 def test_prepared_data_is_complete(prepared: Prepared) -> None:
@@ -224,19 +225,19 @@ def test_the_same_inputs_are_reused_wherever_they_lie(tmp_path: Path) -> None:
     """Other paths, file names and another order find the same folder; another vocabulary does not."""
     one, two = write_source(tmp_path / "one"), write_source(tmp_path / "two", 20, seed=1)
     cache = tmp_path / "cache"
-    first = prepare([Source("one", one), Source("two", two)], SIZES, 300, cache)
+    first = prepare([Source("one", one), Source("two", two)], SIZES, NewTokenizer(300), cache)
     one.rename(tmp_path / "moved")
     (tmp_path / "moved" / "7.txt").rename(tmp_path / "moved" / "renamed.md")
-    again = prepare([Source("two", two), Source("one", tmp_path / "moved")], SIZES, 300, cache)
+    again = prepare([Source("two", two), Source("one", tmp_path / "moved")], SIZES, NewTokenizer(300), cache)
     assert (again.folder, again.reused, again.report) == (first.folder, True, first.report)
-    other = prepare([Source("two", two), Source("one", tmp_path / "moved")], SIZES, 301, cache)
+    other = prepare([Source("two", two), Source("one", tmp_path / "moved")], SIZES, NewTokenizer(301), cache)
     assert (other.reused, other.folder == first.folder) == (False, False)
 
 
 def test_preparing_repeats_exactly(tmp_path: Path) -> None:
     """Prepared twice into two caches, every file is the same."""
     source = write_source(tmp_path / "source")
-    one, two = (prepare([Source("s", source)], SIZES, 300, tmp_path / name) for name in ("one", "two"))
+    one, two = (prepare([Source("s", source)], SIZES, NewTokenizer(300), tmp_path / name) for name in ("one", "two"))
     assert files_of(one.folder) == files_of(two.folder)
 
 
@@ -244,7 +245,7 @@ def test_preparing_repeats_exactly(tmp_path: Path) -> None:
 def test_a_cache_that_has_changed_is_made_anew(tmp_path: Path, damage: str) -> None:
     """Studies share the cache's files: one that was touched is never sealed into the next study."""
     source = write_source(tmp_path / "source")
-    first = prepare([Source("s", source)], SIZES, 300, tmp_path / "cache")
+    first = prepare([Source("s", source)], SIZES, NewTokenizer(300), tmp_path / "cache")
     before = files_of(first.folder)
     match damage:
         case "change":
@@ -257,7 +258,7 @@ def test_a_cache_that_has_changed_is_made_anew(tmp_path: Path, damage: str) -> N
             (first.folder / "train" / "more.npy").write_bytes(b"")
         case _:
             (first.folder / "manifest.json").write_text("{")
-    again = prepare([Source("s", source)], SIZES, 300, tmp_path / "cache")
+    again = prepare([Source("s", source)], SIZES, NewTokenizer(300), tmp_path / "cache")
     assert not again.reused
     assert files_of(again.folder) == before
 
@@ -266,7 +267,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     """A half-built folder is never used, and gone after the next build."""
     cache = tmp_path / "cache"
     (cache / ".building-dead" / "train").mkdir(parents=True)
-    prepared = prepare([Source("s", write_source(tmp_path / "source"))], SIZES, 300, cache)
+    prepared = prepare([Source("s", write_source(tmp_path / "source"))], SIZES, NewTokenizer(300), cache)
     assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == [prepared.digest]
 
 
@@ -281,7 +282,7 @@ def test_bad_input_writes_nothing(tmp_path: Path) -> None:
         ([source], 10),
     ):
         with pytest.raises((SourceError, ValueError)):
-            prepare(sources, SIZES, vocabulary, cache)
+            prepare(sources, SIZES, NewTokenizer(vocabulary), cache)
     assert not cache.exists()
 
 
@@ -294,7 +295,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
 
     cache = tmp_path / "cache"
     with pytest.raises(OSError, match="no space"):
-        prepare([Source("s", write_source(tmp_path / "source"))], SIZES, 300, cache, fail)
+        prepare([Source("s", write_source(tmp_path / "source"))], SIZES, NewTokenizer(300), cache, fail)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
 
 

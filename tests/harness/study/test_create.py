@@ -13,6 +13,7 @@ from harness.config import flatten
 from harness.errors import BadInput, OvernightError
 from harness.paths import find, folder_of, names
 from harness.queries import Reader
+from harness.request import Request, check, settle
 from harness.setup import create
 from harness.study import load
 from harness.studyfile import Evaluation
@@ -114,7 +115,10 @@ def test_the_encoded_data_is_shared(make: Callable[..., Any], tmp_path: Path) ->
         ({"data": ["a= "]}, "names no file or folder"),
         ({"budget": "10tok"}, "the baseline does not fit its budget: one optimizer step takes"),
         ({"task": "pretrian"}, "did you mean 'pretrain'"),
-        ({"model": "llama"}, "there is fresh"),
+        ({"model": "llama"}, "the task pretrain trains a fresh model, not llama"),
+        ({"task": "sft"}, "the policy demo is not for the task sft but for pretrain"),
+        ({"beta": 0.2}, "--beta belongs to preferences"),
+        ({"guard": "x"}, "--guard compares with the untouched base model"),
         ({"baseline": {"optim.learning_rat": 1.0}}, "did you mean 'optim.learning_rate'"),
         ({"baseline": {"optim.learning_rate": 5.0}}, "is outside"),
         ({"vocabulary": 3}, "a vocabulary of 3 is too small"),
@@ -205,7 +209,7 @@ def test_studies_are_found_by_name_or_path(make: Callable[..., Any], tmp_path: P
 
 def test_constants_are_derived_from_the_amount_of_text(texts: Path, tmp_path: Path) -> None:
     """Without wishes of the owner, val and holdout get a tenth each and the context is the baseline's."""
-    request = setup.Request(
+    request = Request(
         root=tmp_path / "night",
         runs=tmp_path,
         policy="demo",
@@ -218,7 +222,7 @@ def test_constants_are_derived_from_the_amount_of_text(texts: Path, tmp_path: Pa
         evaluation=None,
         seed=0,
     )
-    file = setup.check(request).file
+    file = settle(request, check(request), None).file
     size = texts.stat().st_size
     assert (file.eval.val_bytes, file.eval.holdout_bytes, file.eval.probe_bytes) == (size // 10, size // 10, size // 40)
     assert (file.eval.context, file.eval.stride, file.study.vocabulary) == (128, 64, 1024)
