@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from harness.config import Diff, Knob, TrialConfig, Value, active_difference, apply, flatten, settled
+from harness.config import Diff, Knob, TrialConfig, Value, active_difference, flatten, idle, turned
 from harness.errors import BadValue, UnknownKnob
 from harness.records import History, Past, Proposal, ProposalState, Role, Trial
 from harness.sizes import flops_per_token
@@ -60,9 +60,9 @@ class Space:
         """
         try:
             wanted = {name: self.knobs[name].check(value) for name, value in values.items()}
-            flat = flatten(apply(self.base, wanted))
-            active = {name: value for name, value in wanted.items() if self.knobs[name].is_active(flat)}
-            config = settled(apply(self.base, active), self.knobs)
+            without_meaning = idle(flatten(self.base) | wanted, self.knobs)
+            active = {name: value for name, value in wanted.items() if name not in without_meaning}
+            config = turned(self.base, active, self.knobs)
         except (BadValue, UnknownKnob):  # knobs that do not go together, such as width and heads
             return None
         diff = active_difference(self.base, config, self.knobs)
@@ -147,7 +147,7 @@ def config_of(past: Past, history: History, base: TrialConfig) -> TrialConfig | 
     if parent is None:
         return None
     try:
-        return settled(apply(parent, past.proposal.diff), history.knobs)
+        return turned(parent, past.proposal.diff, history.knobs)
     except (BadValue, UnknownKnob):  # refused for just that
         return None
 

@@ -183,7 +183,9 @@ def check(request: Request) -> Checked:
     check_choice("model", request.model, MODELS)
     sources, text_bytes = _sources(request.data)
     policy_file = find_policy(request.policy)
-    policy = Policy.load(policy_file, [source.name for source in sources])
+    policy = Policy.load(
+        policy_file, [source.name for source in sources], [source.name for source in sources if source.general]
+    )
     baseline = policy.baseline(request.baseline)
     try:
         budget = Budget.parse(request.budget)

@@ -114,7 +114,7 @@ def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:
 
 def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
     """Put together what the files of a study say."""
-    policy = Policy.load(paths.policy_toml, file.sources)
+    policy = Policy.load(paths.policy_toml, file.sources, file.general)
     return Study(
         paths=paths,
         file=file,
