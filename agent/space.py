@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from harness.config import Diff, Knob, TrialConfig, Value, active_difference, flatten, idle, turned
 from harness.errors import BadValue, UnknownKnob
+from harness.memory import Gauge
 from harness.records import History, Past, Proposal, ProposalState, Role, Trial
 from harness.sizes import flops_per_token
 
@@ -39,6 +40,8 @@ class Space:
     base_score: float
     known: frozenset[str]
     """Digests of every config that was tried, waits or was turned away."""
+    gauge: Gauge | None = None
+    """What a config holds in memory; None where device or vocabulary are not known yet."""
 
     @classmethod
     def of(cls, history: History) -> Space | None:
@@ -46,7 +49,8 @@ class Space:
         standing = history.incumbent or history.baseline
         if standing is None or standing.score is None:
             return None
-        return cls(history, standing.config, standing.score, frozenset(_known(history, standing.config)))
+        known = frozenset(_known(history, standing.config))
+        return cls(history, standing.config, standing.score, known, gauge_of(history))
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
@@ -68,6 +72,8 @@ class Space:
         diff = active_difference(self.base, config, self.knobs)
         if not 1 <= len(diff) <= self.history.max_changes or config.digest in self.known:
             return None
+        if self.gauge is not None and self.gauge.misfit(config) is not None:
+            return None
         steps = self.steps(config)
         return None if steps is not None and steps < self.history.minimum_steps else Step(diff, config)
 
@@ -86,6 +92,20 @@ class Space:
         per_token = flops_per_token(config, vocabulary=entries, base=self.history.base)
         per_step = per_token * config.batch.tokens_per_step
         return float(budget.removesuffix("flop")) / per_step
+
+
+def gauge_of(history: History) -> Gauge | None:
+    """Return what estimates the memory of configs on the study's device, corrected by its trials."""
+    entries = vocabulary(history)
+    if history.device is None or entries is None:
+        return None
+    return Gauge.learned(
+        trials(history),
+        vocabulary=entries,
+        base=history.base,
+        device=history.device,
+        memory_bytes=history.device_memory_bytes,
+    )
 
 
 def vocabulary(history: History) -> int | None:
