@@ -158,9 +158,9 @@ def _diffs(connection: sqlite3.Connection) -> Iterator[str]:
 
 def _conditional(connection: sqlite3.Connection) -> dict[str, Knob]:
     """Return the knobs of the study's policy that have a meaning only under conditions; a config has them settled."""
-    (text,) = connection.execute("SELECT policy FROM study").fetchone()
+    row = connection.execute("SELECT policy FROM study").fetchone()
     try:
-        knobs = tomllib.loads(text).get("knobs", {})
+        knobs = tomllib.loads("" if row is None else row["policy"]).get("knobs", {})
         return {name: Knob.model_validate({**table, "name": name}) for name, table in knobs.items() if "when" in table}
     except (ValueError, TypeError, AttributeError, OvernightError):  # no policy: `overnight verify` says so elsewhere
         return {}

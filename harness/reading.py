@@ -135,15 +135,21 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _held(paths: StudyPaths, reader: Reader, trial: Trial) -> Held | None:
-    """Return what a trial was expected to hold in memory; None where the study's own files are not there to say."""
+    """Return what a trial was expected to hold in memory; None where the study's own files cannot say.
+
+    They are the owner's to edit: a trial is shown whatever became of them (`overnight run` says what is wrong).
+    """
     from harness.memory import Gauge, Held
     from harness.sizes import BaseFacts
     from harness.studyfile import FRESH, StudyFile
 
     if trial.device is None or not paths.study_toml.exists():
         return None
-    asked = StudyFile.read(paths.study_toml).study
-    base = BaseFacts.read(paths.base) if asked.model != FRESH else None
+    try:
+        asked = StudyFile.read(paths.study_toml).study
+        base = BaseFacts.read(paths.base) if asked.model != FRESH else None
+    except BadInput:
+        return None
     others = (one for one in reader.trials(curves=False) if one.id != trial.id)
     gauge = Gauge.learned(others, vocabulary=asked.vocabulary, base=base, device=trial.device, memory_bytes=None)
     return Held(estimate=gauge.estimate(trial.config), correction=gauge.correction)

@@ -74,8 +74,9 @@ def test_seven_billion_parameters_with_an_adapter() -> None:
 
 @pytest.mark.parametrize(("size", "published"), [("7B", 8), ("13B", 14), ("34B", 22)])
 def test_four_bits(size: str, published: float) -> None:
-    """QLoRA: the published figures do not say how much text a pass holds, so smaller models had room for more of it:
-    at one length for all, ours are a little below for 7B and 13B and a little above for 34B.
+    """QLoRA at one length of text for all, where ours are a little below for 7B and 13B and a little above for 34B.
+
+    The published figures do not say how much text a pass held; the larger the model, the less there was room for.
     """
     found = of("qlora", size)
     assert found.total_bytes == pytest.approx(published * GB, rel=WITHIN)
@@ -117,7 +118,9 @@ def test_paged_states_lie_on_the_host() -> None:
 
 def test_optimizers_in_the_order_of_their_states() -> None:
     """Adafactor's rows and columns are nearly nothing, AdamW's two numbers the most."""
-    sizes = [of("full", optim__name=name).of("optimizer") for name in ("adafactor", "adamw_8bit", "lion", "muon", "adamw")]
+    sizes = [
+        of("full", optim__name=name).of("optimizer") for name in ("adafactor", "adamw_8bit", "lion", "muon", "adamw")
+    ]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] / 500
 
@@ -189,6 +192,7 @@ def test_more_of_anything_never_holds_less(
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize(
     "case",
     [
@@ -207,7 +211,9 @@ def test_a_block_keeps_what_autograd_saves(case: dict[str, Any]) -> None:
     """Two blocks more save just what the formula says, to the byte but for the copies of the weights."""
     from tests.harness.peak import saved_bytes
 
-    facts = [llama_facts(layers=n, hidden=64, intermediate=160, heads=4, key_value_heads=2, vocabulary=512) for n in (1, 3)]
+    facts = [
+        llama_facts(layers=n, hidden=64, intermediate=160, heads=4, key_value_heads=2, vocabulary=512) for n in (1, 3)
+    ]
     changes: dict[str, Value] = {
         "gradient_checkpointing": False,
         "batch.per_device": 2,
@@ -230,8 +236,13 @@ def test_a_block_keeps_what_autograd_saves(case: dict[str, Any]) -> None:
 MODELS = {
     "17M": {"layers": 8, "hidden": 384, "intermediate": 1024, "heads": 6, "vocabulary": 8192, "tied": True},
     "88M": {
-        **{"layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "key_value_heads": 4},
-        **{"vocabulary": 16384, "tied": True},
+        "layers": 12,
+        "hidden": 768,
+        "intermediate": 2048,
+        "heads": 12,
+        "key_value_heads": 4,
+        "vocabulary": 16384,
+        "tied": True,
     },
 }
 
@@ -274,7 +285,8 @@ def test_peaks_of_real_training(size: str, case: dict[str, Value]) -> None:
         check=True,
         timeout=300,
         cwd=PEAK.parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(PEAK.parents[2])},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(PEAK.parents[2])},
     )
     measured = json.loads(done.stdout.splitlines()[-1])
     expected = told.total_bytes - told.of("context")
@@ -328,7 +340,9 @@ def test_the_correction_is_a_bounded_median(ratios: list[float]) -> None:
     assert LEAST_RATIO <= learned.ratio <= MOST_RATIO
     ordered = sorted(ratios)
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    assert min(max(low, LEAST_RATIO), MOST_RATIO) - 1e-6 <= learned.ratio <= max(min(high, MOST_RATIO), LEAST_RATIO) + 1e-6
+    assert (
+        min(max(low, LEAST_RATIO), MOST_RATIO) - 1e-6 <= learned.ratio <= max(min(high, MOST_RATIO), LEAST_RATIO) + 1e-6
+    )
 
 
 def test_the_correction_comes_from_finished_trials_of_the_device(make_trial: Any) -> None:
