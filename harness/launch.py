@@ -23,11 +23,11 @@ from pydantic import ValidationError
 
 from harness import processes
 from harness.errors import CannotStart
-from harness.jobs.job import Job, TrainJob
+from harness.jobs.job import Job, MergeJob, ScoreJob, TrainJob
 from harness.jobs.nursery import Notice, Order
 from harness.jobs.report import Line
 from harness.jobs.sandbox import Tier
-from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
+from harness.records import CurvePoint, Failed, Merged, Scored, Trained, TrialState
 from harness.warm import CHUNK, START_SECONDS, Nursery
 
 _ATTEMPTS = 2
@@ -37,7 +37,7 @@ _GRACE_SECONDS = 20.0
 """From asking the warden to kill until the nursery itself is killed."""
 _LONGEST_LINE = 1 << 27
 
-Result = Trained | Scored | Failed
+Result = Trained | Scored | Merged | Failed
 
 
 class Launcher:
@@ -111,7 +111,7 @@ class Launcher:
         second; a job that it stops is ``interrupted``. The job's output is appended to ``log``.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(job, TrainJob):
+        if isinstance(job, TrainJob | MergeJob):
             job.folder.mkdir(parents=True, exist_ok=True)
         words = ""
         for _ in range(_ATTEMPTS):
@@ -288,13 +288,15 @@ class _Run:
 
     def result(self) -> Result:
         """Say how the job ended. A job's own word counts if the order asks for it and the exit status agrees."""
-        trains = isinstance(self.order.job, TrainJob)
+        job = self.order.job
         wall = 0.0 if self.began is None or self.ended is None else self.ended - self.began
         if self.exit is not None and self.exit.status is not None and self.unreadable is None:
             match self.outcome:
-                case Trained() if self.exit.status == 0 and trains:
+                case Trained() if self.exit.status == 0 and isinstance(job, TrainJob):
                     return self.outcome.model_copy(update={"wall_seconds": wall})
-                case Scored() if self.exit.status == 0 and not trains:
+                case Scored() if self.exit.status == 0 and isinstance(job, ScoreJob):
+                    return self.outcome
+                case Merged() if self.exit.status == 0 and isinstance(job, MergeJob):
                     return self.outcome
                 case Failed():
                     return self.outcome.model_copy(update={"wall_seconds": wall})

@@ -86,4 +86,21 @@ class ScoreJob(Record):
         return self
 
 
-Job = Annotated[TrainJob | ScoreJob, Field(discriminator="kind")]
+class MergeJob(Record):
+    """Make one full model of an adapter and its base, in the standard layout; what trains nothing needs no budget."""
+
+    kind: Literal["merge"] = "merge"
+    config: TrialConfig
+    """That the adapter was trained with."""
+    base: Path
+    """Folder of the prepared base model."""
+    weights: Path
+    """Folder of the adapter."""
+    tokenizer: Path
+    folder: Path
+    """Where the merged model goes: the only place that the child may write."""
+    device: str
+    threads: Annotated[int, Field(ge=1)]
+
+
+Job = Annotated[TrainJob | ScoreJob | MergeJob, Field(discriminator="kind")]

@@ -26,13 +26,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
 import frozen
 import harness
 from harness.jobs import sandbox
 from harness.jobs.failures import is_out_of_memory
-from harness.jobs.job import Job, ScoreJob, TrainJob
+from harness.jobs.job import Job, MergeJob, ScoreJob, TrainJob
 from harness.jobs.report import Reporter
 from harness.records import Failed, Record, TrialState
 
@@ -226,20 +226,26 @@ def _confine(order: Order) -> None:
         sandbox.limit_memory()
     system = sandbox.system_paths()
     base = [] if job.base is None else [job.base]
-    if isinstance(job, TrainJob):
-        start = [] if job.start is None else [job.start]
-        readable, writable = [job.train, job.probe, job.tokenizer, *base, *start], [job.folder]
-        private = [job.train, job.folder]
-    else:
-        weights = [] if job.weights is None else [job.weights]
-        readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
+    match job:
+        case TrainJob():
+            start = [] if job.start is None else [job.start]
+            readable, writable = [job.train, job.probe, job.tokenizer, *base, *start], [job.folder]
+            private = [job.train, job.folder]
+        case ScoreJob():
+            weights = [] if job.weights is None else [job.weights]
+            readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
+        case MergeJob():
+            readable, writable = [job.base, job.weights, job.tokenizer], [job.folder]
+            private = [job.weights, job.folder]
+        case _:
+            assert_never(job)
     sandbox.require_private(private, system)
     os.chdir(writable[0] if writable else "/")
     sys.dont_write_bytecode = True
     got = sandbox.lock_in(system + readable, sandbox.system_writable() + writable)
     if got != order.tier:
         raise sandbox.SandboxFailed(f"the sandbox is {got}, promised was {order.tier}")
-    if isinstance(job, TrainJob):
+    if isinstance(job, TrainJob | MergeJob):
         scratch = job.folder / "tmp"
         scratch.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(scratch)
@@ -290,6 +296,9 @@ def work_on(job: Job, reporter: Reporter) -> None:
             reporter.result(train(job, reporter.point))
         case ScoreJob():
             reporter.result(score(job))
+        case MergeJob():
+            text = "merging an adapter is no job of this version"
+            reporter.result(Failed(state=TrialState.CRASHED, error_class="NoSuchJob", error_text=text))
 
 
 def main(arguments: Sequence[str]) -> None:
