@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from agent.evidence import breaks_guard
 from agent.frontier import Load, frontier, other_failures
 from agent.importance import Importance, importances
 from agent.prose import NOTHING, Figures, changes, number, quoted, share, size, value, word
@@ -13,7 +14,7 @@ from agent.space import from_unit, to_unit
 from agent.view import View, node_name
 from harness.config import Knob, TrialConfig, Value, flatten
 from harness.errors import BadValue
-from harness.records import BREAKS_GUARD, Past, Proposal, ProposalState, Trial, TrialState
+from harness.records import Past, Proposal, ProposalState, Trial, TrialState
 
 NEAR, RECENT, STRONG = 8, 8, 4
 """Rows of what was tried: near misses, newest others, and the clearest losses."""
@@ -103,7 +104,7 @@ def failures(view: View) -> list[str]:
 def _forgetful(view: View) -> Iterator[str]:
     """Yield the proposals that were turned down for the guard set, the newest first, with how far they went."""
     guard = view.history.guard
-    broken = [past for past in reversed(view.history.past) if view.outcome(past) == BREAKS_GUARD]
+    broken = [past for past in reversed(view.history.past) if breaks_guard(past)]
     if guard is None or not broken:
         return
     figures = Figures.of(guard.noise)

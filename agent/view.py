@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.evidence import Effect, effects, telling
+from agent.evidence import Effect, breaks_guard, effects, telling
 from agent.prose import Figures
 from agent.space import trials, vocabulary
 from harness.config import TrialConfig, Value, flatten
@@ -85,7 +85,7 @@ class View:
         effect = self.effects.get(past.number)
         if effect is not None and effect.failure is not None:
             return effect.failure.value.replace("_", " ")
-        if past.verdict is not None and past.verdict.reason.startswith(BREAKS_GUARD):
+        if breaks_guard(past):
             return BREAKS_GUARD
         return past.state.value if past.verdict is None else past.verdict.decision.value
 

@@ -13,7 +13,6 @@ from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
 from harness.report.summary import gather, warnings
-from harness.sizes import BaseFacts, trained_parameters
 from harness.study import Study
 from harness.studyfile import Agent
 from harness.terms import provider_and_model
@@ -29,8 +28,7 @@ def expectations(
     lines = [f"Study {study.paths.name}: {study.file.study.task}, budget {study.budget} a trial on {study.device}."]
     if trials:
         lines.append(f"Going on after {counted(trials)} trials and {len(reader.past())} proposals.")
-    if study.base is not None:
-        lines.append(_base(study, study.base))
+    lines += _untouched(study)
     lines += warnings(gather(reader, driver_lives=True))
     lines.append(_extent(limits, counted(trials), expected_seconds(trials)))
     free = shutil.disk_usage(study.paths.root).free
@@ -64,19 +62,18 @@ def expectations(
     return lines
 
 
-def _base(study: Study, base: BaseFacts) -> str:
-    """Say what is trained further, how, and what the guard set allows."""
-    trained = trained_parameters(study.baseline, vocabulary=study.vocabulary, base=base)
-    how = "an adapter" if study.baseline.method == "lora" else "all weights"
-    revision = f" at {base.revision}" if base.revision else ""
-    text = (
-        f"Base model {base.name}{revision}: {base.parameters:,} parameters, of which the baseline trains {how}"
-        f" ({trained:,}). It is scored untouched before anything is trained."
-    )
+def _untouched(study: Study) -> list[str]:
+    """Say that the base is scored first, and what the guard set allows; nothing where a fresh model is trained."""
+    if study.base is None:
+        return []
+    lines = ["The untouched base model is scored before anything is trained: what does not beat it is worth nothing."]
     guard = study.file.eval.guard
     if guard is not None:
-        text += f" Nothing is kept that is {guard.max_regression:g} bits per byte worse than it on the guard set."
-    return text
+        lines.append(
+            f"Guard set: nothing is kept that is more than {guard.max_regression:g} bits per byte worse than the"
+            " untouched base on it."
+        )
+    return lines
 
 
 def _model(agent: Agent, reader: Reader, asked: str | None) -> str:

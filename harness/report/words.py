@@ -207,7 +207,8 @@ def cost(row: Source) -> str:
 
 def merged(found: Merge) -> str:
     """Return what merging an adapter did to its score, and whether that is rounding."""
-    said = f"merged into its base it scores {found.val:.6f} on val, {signed_small(found.difference)} from the adapter's"
+    moved = f"{signed_small(found.difference)} from" if found.difference else "exactly"
+    said = f"merged into its base it scores {found.val:.6f} on val, {moved} the adapter's"
     return said if found.agrees else f"{said}: more than {MERGE_TOLERANCE:g}, which rounding in fp32 does not explain"
 
 

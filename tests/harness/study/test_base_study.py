@@ -308,7 +308,7 @@ def test_a_baseline_that_breaks_the_guard_is_said_at_the_start(drive: Callable[.
     with Reader(night.paths.ledger) as reader:
         lines = expectations(load(night.paths.root), reader, "plain", Limits(), Agent(), asked=None)
     assert any("WARNING: the baseline breaks the guard" in line for line in lines)
-    assert any("Nothing is kept that is 0.05 bits per byte worse" in line for line in lines)
+    assert any("nothing is kept that is more than 0.05 bits per byte worse" in line for line in lines)
 
 
 def test_a_study_without_a_guard_set_scores_none(drive: Callable[..., Drive]) -> None:
