@@ -62,7 +62,9 @@ class Merge:
     """Folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
     val: float
     difference: float
-    """Its score on val minus the adapter's: rounding alone."""
+    """Its score on val minus the adapter's: rounding alone, unless `is_unquantized`."""
+    is_unquantized: bool
+    """The adapter was trained beside a base in 4 bits, and made up for their rounding; this holds the base in full."""
 
     @property
     def agrees(self) -> bool:

@@ -66,15 +66,17 @@ def splits_of(study: Study) -> tuple[str, ...]:
 
 
 def merge_order(study: Study, config: TrialConfig, *, weights: Path, folder: Path) -> MergeJob:
-    """Return the order to make one full model of the adapter in ``weights`` and its base, in ``folder``."""
+    """Return the order to make one full model of the adapter in ``weights`` and its base, below ``folder``."""
     base = _base(study)
     assert base is not None, "a fresh model has no adapter"
     return MergeJob(
         config=config,
         base=base,
         weights=weights.resolve(),
+        split=study.paths.split("val").resolve(),
         tokenizer=study.paths.tokenizer.resolve(),
         folder=folder.resolve(),
+        evaluation=study.evaluation,
         device=study.device,
         threads=study.threads,
     )

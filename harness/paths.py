@@ -87,7 +87,7 @@ class ReplayPaths:
 
     @property
     def merging(self) -> Path:
-        """Working folder of the merging child: becomes `merged` once it is scored."""
+        """Working folder of the merging child: what it makes becomes `merged` once it is scored."""
         return self.root / "merging"
 
     @property

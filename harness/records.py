@@ -213,11 +213,20 @@ class Scored(Record):
 
 
 class Merged(Record):
-    """A merging job that ended well: the adapter's weights are part of the base model's now, in one full model."""
+    """What a merging child made of a base model and its adapter."""
 
-    bytes: Annotated[int, Field(ge=0)]
-    """Size of the folder that was written."""
-    seconds: Annotated[float, Field(ge=0)]
+    parameters: int
+    bytes: int
+    """UTF-8 bytes of the scored text."""
+    parts_nats: float
+    """Of base and adapter side by side, as they were trained and scored."""
+    whole_nats: float
+    """Of the merged model, as it was saved."""
+
+    @property
+    def difference(self) -> float:
+        """What merging changed, in bits per byte; above 0: the merged model is worse."""
+        return (self.whole_nats - self.parts_nats) / (math.log(2) * self.bytes)
 
 
 class Failed(Record):

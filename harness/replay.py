@@ -25,6 +25,7 @@ from typing import Literal
 
 from scipy import stats
 
+from frozen.sampling import positions_per_epoch
 from frozen.timer import Budget
 from frozen.tokens import EncodedSplit
 from harness import checkpoints
@@ -305,7 +306,7 @@ class Replay:
                     raise CheckFailed(
                         f"the model in {paths.merged} is not the one that trial {trial.id} was merged into"
                     )
-                return Merge(folder=paths.merged, val=event.data["score"], difference=event.data["difference"])
+                return self._merge(trial, paths, event.data["score"])
         assert self.study.base is not None
         assert trial.score is not None
         checkpoints.make_room(self.study.paths, self._running(), 2 * BYTES_PER_PARAMETER * self.study.base.parameters)
@@ -316,16 +317,26 @@ class Replay:
         merged = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
         if not isinstance(merged, Merged):
             raise CheckFailed(f"the adapter could not be merged: {_reason(merged)}; see {paths.log}")
-        shutil.rmtree(paths.merging / "tmp", ignore_errors=True)  # the child's scratch
-        scored = self.finals.score(as_full(trial.config), paths.merging, "val", paths.log)
+        model = paths.merging / "model"
+        scored = self.finals.score(as_full(trial.config), model, "val", paths.log)
         if not isinstance(scored, Scored):
             raise CheckFailed(f"the merged model could not be scored: {_reason(scored)}; see {paths.log}")
-        digest = checkpoints.digest_of(paths.merging, besides=(CARD,))
-        paths.merging.rename(paths.merged)
-        found = Merge(folder=paths.merged, val=scored.score, difference=scored.score - trial.score)
+        digest = checkpoints.digest_of(model, besides=(CARD,))
+        model.rename(paths.merged)
+        shutil.rmtree(paths.merging)
+        found = self._merge(trial, paths, scored.score)
         facts = {"trial": trial.id, "score": found.val, "difference": found.difference, "digest": digest}
         self.ledger.event(MERGED, f"trial {trial.id}: {words.merged(found)}", facts)
         return found
+
+    def _merge(self, trial: Trial, paths: ReplayPaths, score: float) -> Merge:
+        assert trial.score is not None
+        return Merge(
+            folder=paths.merged,
+            val=score,
+            difference=score - trial.score,
+            is_unquantized=trial.config.quantization != "none",
+        )
 
     # --- where and what ---
 
@@ -400,14 +411,24 @@ def replay(
 def budget_of_epochs(study: Study, epochs: float) -> Budget:
     """Return the token budget of ``epochs`` passes over the training split.
 
-    It is the same for baseline and winner, whatever share of the documents their configs read.
+    It is the same for baseline and winner, whatever share of the documents their configs read. Rows are laid out as the
+    winner's, because conversations and pairs are padded or packed, and padding is charged too.
     """
-    return Budget("tokens", float(math.ceil(epochs * positions_of_pass(EncodedSplit.load(study.paths.split("train"))))))
-
-
-def positions_of_pass(split: EncodedSplit) -> int:
-    """Return the positions that one pass over a training split takes: every token, and a separator per document."""
-    return len(split.tokens) + split.documents
+    with Reader(study.paths.ledger) as reader:
+        incumbent = reader.incumbent()
+    batch = (study.baseline if incumbent is None else incumbent.config).batch
+    pass_positions = positions_per_epoch(
+        EncodedSplit.load(study.paths.split("train")),
+        sequence_length=batch.sequence_length,
+        batch_sequences=batch.per_device,
+        packing=batch.packing,
+        fraction=1.0,
+        order="shuffled",
+        weights={},
+        temperature=1.0,
+        general_fraction=0.0,
+    )
+    return Budget("tokens", float(math.ceil(epochs * pass_positions)))
 
 
 def _must_be_scored(trial: Trial, paths: ReplayPaths) -> None:

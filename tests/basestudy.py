@@ -35,6 +35,7 @@ max_replicates = 4
 
 [fixed]
 "method" = "{method}"
+"quantization" = "none"
 "optim.weight_decay" = 0.0
 "optim.beta1" = 0.9
 "optim.beta2" = 0.999

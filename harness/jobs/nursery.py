@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import select
 import signal
@@ -26,7 +27,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, assert_never
+from typing import NoReturn
 
 import frozen
 import harness
@@ -226,26 +227,23 @@ def _confine(order: Order) -> None:
         sandbox.limit_memory()
     system = sandbox.system_paths()
     base = [] if job.base is None else [job.base]
-    match job:
-        case TrainJob():
-            start = [] if job.start is None else [job.start]
-            readable, writable = [job.train, job.probe, job.tokenizer, *base, *start], [job.folder]
-            private = [job.train, job.folder]
-        case ScoreJob():
-            weights = [] if job.weights is None else [job.weights]
-            readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
-        case MergeJob():
-            readable, writable = [job.base, job.weights, job.tokenizer], [job.folder]
-            private = [job.weights, job.folder]
-        case _:
-            assert_never(job)
+    if isinstance(job, TrainJob):
+        start = [] if job.start is None else [job.start]
+        readable, writable = [job.train, job.probe, job.tokenizer, *base, *start], [job.folder]
+        private = [job.train, job.folder]
+    elif isinstance(job, MergeJob):
+        readable, writable = [job.split, job.tokenizer, *base, job.weights], [job.folder]
+        private = [job.split, job.weights, job.folder]
+    else:
+        weights = [] if job.weights is None else [job.weights]
+        readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
     sandbox.require_private(private, system)
     os.chdir(writable[0] if writable else "/")
     sys.dont_write_bytecode = True
     got = sandbox.lock_in(system + readable, sandbox.system_writable() + writable)
     if got != order.tier:
         raise sandbox.SandboxFailed(f"the sandbox is {got}, promised was {order.tier}")
-    if isinstance(job, TrainJob | MergeJob):
+    if not isinstance(job, ScoreJob):
         scratch = job.folder / "tmp"
         scratch.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(scratch)
@@ -273,21 +271,30 @@ def import_everything() -> None:
     import transformers
     import trl
 
-    # transformers imports its parts when they are first asked for: ask now.
-    lazy = (transformers.LlamaConfig, transformers.LlamaForCausalLM, transformers.Trainer, transformers.AutoTokenizer)
+    # transformers and trl import their parts when they are first asked for: ask now.
+    lazy = [transformers.LlamaConfig, transformers.LlamaForCausalLM, transformers.Trainer, transformers.AutoTokenizer]
+    lazy += [transformers.AutoModelForCausalLM, trl.SFTTrainer, trl.DPOTrainer]
+    for optional in ("bitsandbytes", "schedulefree"):
+        with contextlib.suppress(ImportError):  # a config that needs it is refused with a sentence
+            importlib.import_module(optional)
     sys.pycache_prefix = ours
+    import harness.jobs.merge
     import harness.jobs.score
     import harness.jobs.train
+    import harness.jobs.tuning
 
     sys.pycache_prefix = None
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     del peft, torch, trl, lazy
+    assert harness.jobs.merge
     assert harness.jobs.score
     assert harness.jobs.train
+    assert harness.jobs.tuning
 
 
 def work_on(job: Job, reporter: Reporter) -> None:
     """Carry out one order."""
+    from harness.jobs.merge import merge
     from harness.jobs.score import score
     from harness.jobs.train import train
 
@@ -297,8 +304,7 @@ def work_on(job: Job, reporter: Reporter) -> None:
         case ScoreJob():
             reporter.result(score(job))
         case MergeJob():
-            text = "merging an adapter is no job of this version"
-            reporter.result(Failed(state=TrialState.CRASHED, error_class="NoSuchJob", error_text=text))
+            reporter.result(merge(job))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -209,6 +209,8 @@ def merged(found: Merge) -> str:
     """Return what merging an adapter did to its score, and whether that is rounding."""
     moved = f"{signed_small(found.difference)} from" if found.difference else "exactly"
     said = f"merged into its base it scores {found.val:.6f} on val, {moved} the adapter's"
+    if found.is_unquantized:
+        return f"{said}, which was trained beside a base in 4 bits that this model holds in full"
     return said if found.agrees else f"{said}: more than {MERGE_TOLERANCE:g}, which rounding in fp32 does not explain"
 
 

@@ -75,8 +75,8 @@ class MadeUpLauncher:
         if isinstance(job, ScoreJob):
             return self.score(job)
         if isinstance(job, MergeJob):
-            write_model(job.folder, weights_of(job.weights) + self.merge_shift)
-            return Merged(bytes=10, seconds=1.0)
+            write_model(job.folder / "model", weights_of(job.weights) + self.merge_shift)
+            return Merged(parameters=10, bytes=BYTES, parts_nats=1.0, whole_nats=1.0)
         while self.polls_until is not None and should_stop is not None and not (should_stop() or self.polls_until()):
             time.sleep(0.001)
         if on_point:

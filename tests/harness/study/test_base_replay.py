@@ -15,7 +15,6 @@ from harness.audit import audit
 from harness.errors import CheckFailed, WrongUse
 from harness.jobs.job import Job, MergeJob, ScoreJob, TrainJob
 from harness.ledger import Ledger
-from harness.paths import GUARD
 from harness.queries import Reader
 from harness.records import Failed, Role, TrialState
 from harness.recovery import DRIVER_DIED
@@ -165,7 +164,7 @@ def test_a_merged_model_lies_beside_the_adapter_and_scores_the_same(won: Callabl
     (job,) = [job for job in night.launcher.orders if isinstance(job, MergeJob)]
     assert (job.base, job.weights) == (night.study.paths.base.resolve(), run.model.resolve())
     scores = [job for job in night.launcher.orders if isinstance(job, ScoreJob) and job.weights is not None]
-    scoring = [job for job in scores if job.weights == run.model.with_name("merging").resolve()]
+    scoring = [job for job in scores if job.weights == run.model.with_name("merging").resolve() / "model"]
     assert [(job.config.method, job.config.adapter) for job in scoring] == [("full", None)]
     (event,) = night.reader.events("merged")
     assert event.data["difference"] == pytest.approx(2e-5)
@@ -248,9 +247,22 @@ def test_a_failing_merge_says_why(won: Callable[..., Won]) -> None:
     assert night.replay().full_run(LONG, merge=True).merged is not None
 
 
-def test_a_pass_over_the_training_split_is_its_positions(won: Callable[..., Won]) -> None:
-    """Every token, and a separator for every document."""
-    study = won().study
+def test_a_merge_out_of_four_bits_says_why_it_scores_otherwise(won: Callable[..., Won]) -> None:
+    """The adapter made up for the rounding of a base that the merged model holds in full."""
+    night = won(baseline={"quantization": "nf4"})
+    night.launcher.merge_shift = 3e-3
+    run = night.replay().full_run(LONG, merge=True)
+    assert run.merged is not None
+    (event,) = night.reader.events("merged")
+    assert "trained beside a base in 4 bits that this model holds in full" in event.text
+    assert "its weights held as nf4 while training" in (run.model / "README.md").read_text()
+
+
+@pytest.mark.parametrize("task", ["continue", "sft", "dpo"])
+def test_a_pass_over_the_training_split_is_its_positions(won: Callable[..., Won], task: str) -> None:
+    """Every token and a separator for every document; of conversations and pairs whole rows, padding included."""
+    study = won(task=task).study
     split = EncodedSplit.load(study.paths.split("train"))
-    assert budget_of_epochs(study, 2).amount == 2 * (len(split.tokens) + split.documents)
-    assert study.paths.split(GUARD).is_dir()
+    positions, passes = len(split.tokens) + split.documents, budget_of_epochs(study, 2).amount / 2
+    assert passes == positions if task == "continue" else passes > positions
+    assert budget_of_epochs(study, 1).amount == passes
