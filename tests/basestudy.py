@@ -103,6 +103,7 @@ def make_base_study(
     task: Task = "sft",
     method: str = "lora",
     guard: bool = True,
+    budget: str = BUDGET,
     baseline: dict[str, Value] | None = None,
 ) -> Study:
     """Fill an empty folder with the study of a prepared base model (see `tests.standin.prepare`), and seal it."""
@@ -121,7 +122,7 @@ def make_base_study(
             task=task,
             model=str(base),
             policy="by hand",
-            budget=BUDGET,
+            budget=budget,
             vocabulary=VOCABULARY,
             seed=0,
             data=(DataSource(name="text", path="text.txt"),),
