@@ -14,6 +14,13 @@ from harness.study import Study
 from harness.upgrade import TOOL_CHANGED
 
 
+ELSEWHERE = [
+    "`adapter_config.json` names the study's own copy of the base model. On another machine, put the base model's name or",
+    "folder there; it must be the revision and the digest above.",
+    "",
+]
+
+
 def model_card(study: Study, reader: Reader, run: FullRun) -> str:
     """Return the card as Markdown with the front matter that model hubs read.
 
@@ -119,6 +126,7 @@ def _based(study: Study, config: TrialConfig, run: FullRun) -> list[str]:
         f'model = {loader.rpartition(" ")[2]}.from_pretrained("path/to/this/folder")',
         "```",
         "",
+        *(ELSEWHERE if is_adapter else []),
         *(_merged(run) if run.merged is not None else []),
     ]
 

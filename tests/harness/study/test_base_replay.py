@@ -103,6 +103,7 @@ def test_the_model_folder_is_the_adapter_with_its_card(won: Callable[..., Won], 
         "AutoPeftModelForCausalLM.from_pretrained",
         night.study.base.digest,
         "license: not looked at",
+        "`adapter_config.json` names the study's own copy",
         "This model: +0.03",
     ):
         assert text in card
