@@ -13,10 +13,9 @@ from harness.report import words
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED
 
-
 ELSEWHERE = [
-    "`adapter_config.json` names the study's own copy of the base model. On another machine, put the base model's name or",
-    "folder there; it must be the revision and the digest above.",
+    "`adapter_config.json` names the study's own copy of the base model. On another machine, put the base model's name",
+    "or folder there; it must be the revision and the digest above.",
     "",
 ]
 

@@ -14,6 +14,7 @@ import pytest
 
 from agent.briefing import brief
 from agent.space import searched, trials
+from harness import coarse
 from harness.audit import audit
 from harness.cli import main
 from harness.config import TrialConfig
@@ -294,6 +295,29 @@ def test_a_broken_guard_is_shown(drive: Callable[..., Drive], capsys: pytest.Cap
     assert "Beyond the guard set's limit of 0.05, 1×" in briefing
     assert "p1 (optim.learning_rate 0.0002→0.009): +0.090" in briefing
     assert "What is more than 0.05 worse is not kept" in briefing
+
+
+def test_a_coding_agent_is_told_the_same_and_nothing_finer_than_the_noise(drive: Callable[..., Drive]) -> None:
+    """The base, the guard and the warnings, rounded."""
+    night = drive(FORGETFUL, baseline={"optim.learning_rate": 8e-3})
+    night.launcher.untouched = 2.1
+    night.run()
+    with Reader(night.paths.ledger) as reader:
+        found = gather(reader, driver_lives=False)
+        guard, noise = reader.guard(), reader.noise()
+        assert guard is not None
+        assert noise is not None
+        told = coarse.status(found, waiting=0, mark=0)
+        row = coarse.row(reader.proposal(1), noise)
+        base = coarse.trial(reader.trial(1), noise, guard)
+    assert told.reference == noise.rounded(2.1)
+    assert told.max_guard_regression == MAX_REGRESSION
+    assert told.baseline is not None
+    assert told.baseline.guard_regression == pytest.approx(0.08, abs=0.001)
+    assert len(told.warnings) == 2
+    assert not any(character.isdigit() for line in told.warnings for character in line)
+    assert row.reason == "breaks the guard: worse on the guard set than the study allows"
+    assert (base.role, base.guard_regression, base.steps) == ("reference", 0.0, None)
 
 
 def test_a_baseline_that_breaks_the_guard_is_said_at_the_start(drive: Callable[..., Drive]) -> None:
