@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from agent.evidence import breaks_guard
 from agent.frontier import Load, frontier, other_failures
 from agent.importance import Importance, importances
-from agent.prose import changes, number, quoted, share, size, value, word
+from agent.prose import NOTHING, Figures, changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
 from agent.space import from_unit, to_unit
 from agent.view import View, meaningful, node_name
@@ -97,7 +98,23 @@ def failures(view: View) -> list[str]:
             past = None if trial.proposal is None else pasts.get(trial.proposal)
             turned = "" if past is None else f" ({changes(past.proposal.diff, view.before(past))})"
             lines.append(f"  - {_whose(trial)}{turned}: {quoted(trial.error_text or 'no text')}")
-    return lines
+    return [*lines, *_forgetful(view)]
+
+
+def _forgetful(view: View) -> Iterator[str]:
+    """Yield the proposals that were turned down for the guard set, the newest first, with how far they went."""
+    guard = view.history.guard
+    broken = [past for past in reversed(view.history.past) if breaks_guard(past)]
+    if guard is None or not broken:
+        return
+    figures = Figures.of(guard.noise)
+    yield f"- Beyond the guard set's limit of {guard.max_regression:g}, {len(broken)}×. Newest:"
+    for past in broken[:FAILURES_EACH]:
+        runs = [trial for trial in past.trials if trial.guard_score is not None and trial.config == past.config]
+        fresh = [trial for trial in runs if trial.replicate > 0] or runs
+        scores = [trial.guard_score for trial in fresh if trial.guard_score is not None]
+        worse = figures.difference(sum(scores) / len(scores) - guard.reference) if scores else NOTHING
+        yield f"  - p{past.number} ({changes(past.proposal.diff, view.before(past))}): {worse} bits per byte"
 
 
 def _rates(view: View, diverged: Iterable[Trial]) -> str:

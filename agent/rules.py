@@ -28,6 +28,7 @@ from harness.config import Value, flatten
 from harness.records import History, Proposal, TrialState
 
 RATE = "optim.learning_rate"
+GENERAL = "sampling.general_fraction"
 SWEEP_FACTOR = 3.0
 RETUNE_FACTOR = 1.6
 FINE_RATIO = 2.0
@@ -159,9 +160,22 @@ def mend(s: Situation) -> Iterator[Idea]:
                 }
                 why = f"{said} ran out of memory: 1/{shrink} of the sequences, {shrink} times the accumulation."
                 yield Idea({**effect.diff, **values}, why, 0.005, 0.4, "peak memory; the batch in all is the same")
+        elif effect.breaks_guard:
+            yield from _remember(s, effect)
         elif effect.failure in (TrialState.TIMED_OUT, TrialState.INVALID):
             why = f"{said} ended as {effect.failure}: the same with half the sequences, so that its steps are shorter."
             yield Idea({**effect.diff, "batch.per_device": max(1, batch.per_device // 2)}, why, 0.005, 0.3)
+
+
+def _remember(s: Situation, effect: Effect) -> Iterator[Idea]:
+    """Answer a config that forgot what the base model could do: a gentler rate, or general text among the rest."""
+    said, rate = f"Proposal {effect.number} forgets too much", effect.config.optim.learning_rate
+    if s.turns(GENERAL) and flatten(effect.config).get(GENERAL) == 0:
+        why = f"{said}: the same with general text among the rest."
+        yield Idea({**effect.diff, GENERAL: tidy(s.space.knobs[GENERAL], 0.1)}, why, 0.005, 0.4, "the guard set")
+    if s.turns(RATE) and set(effect.diff) != {RATE}:  # of the rate alone the sweep takes care
+        why = f"{said} at learning rate {show(rate)}: the same with half of it."
+        yield Idea({**effect.diff, RATE: tidy(s.space.knobs[RATE], rate / 2)}, why, 0.005, 0.4, "the guard set")
 
 
 def sweep(s: Situation) -> Iterator[Idea]:
@@ -211,7 +225,7 @@ def _best(points: Mapping[float, float]) -> float:
 
 
 def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
-    """Return score (infinite if it failed) by learning rate at the incumbent's other knobs, and whether one is out."""
+    """Return score (infinite if it failed or forgot) by rate at the incumbent's other knobs, and whether one is out."""
     base = s.space.base
     points = {base.optim.learning_rate: s.space.base_score}
     pending = False
@@ -221,9 +235,10 @@ def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
             continue
         effect = next((e for e in s.past if e.number == past.number), None)
         scored = [trial.score for trial in searched(past.trials) if trial.score is not None]
-        if scored:
+        lost = effect is not None and (effect.failure is not None or effect.breaks_guard)
+        if scored and not lost:
             points[config.optim.learning_rate] = sum(scored) / len(scored)
-        elif effect is not None and effect.failure is not None:
+        elif lost:
             points[config.optim.learning_rate] = math.inf
         else:
             pending |= past.state in ("queued", "running")
