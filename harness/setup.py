@@ -29,6 +29,7 @@ from harness import disk, files, origin
 from harness.config import TrialConfig, Value
 from harness.errors import BadInput
 from harness.ledger import Ledger
+from harness.memory import Gauge
 from harness.paths import DEMO, RUNS, StudyPaths, cache_folder, folder_of
 from harness.policy import Policy, find_policy, find_program, packaged_prices
 from harness.rows import StudyRow
@@ -201,6 +202,7 @@ def check(request: Request) -> Checked:
     refusal = policy.too_few_steps(baseline, budget, vocabulary, None)
     if refusal is not None:
         raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
+    _check_device(policy, baseline, request, vocabulary)
     missing = disk.shortfall_bytes(request.root.parent, 4 * text_bytes)
     if missing:
         raise BadInput(
@@ -219,6 +221,19 @@ def check(request: Request) -> Checked:
     evaluation = request.evaluation or _evaluation(text_bytes, baseline)
     file = StudyFile.parse(StudyFile(study=asked, baseline=request.baseline, eval=evaluation).model_dump(mode="json"))
     return Checked(file=file, policy_file=policy_file, text_bytes=text_bytes)
+
+
+def _check_device(policy: Policy, baseline: TrialConfig, request: Request, vocabulary: int) -> None:
+    """Refuse what would crawl on this machine's device, or cannot fit it."""
+    device = origin.device()
+    slow = policy.slow_precision(baseline, request.baseline, device)
+    if slow is not None:
+        raise BadInput(slow)
+    memory = origin.device_memory_bytes(device)
+    gauge = Gauge(vocabulary=vocabulary, base=None, on_gpu=device != "cpu", memory_bytes=memory)
+    misfit = gauge.misfit(baseline)
+    if misfit is not None:
+        raise BadInput(f"the baseline does not fit this machine: {misfit}")
 
 
 def _check_name(root: Path) -> None:
