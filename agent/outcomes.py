@@ -10,7 +10,7 @@ from agent.frontier import Load, frontier, other_failures
 from agent.importance import Importance, importances
 from agent.prose import NOTHING, Figures, changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
-from agent.space import from_unit, to_unit
+from agent.space import from_unit, gauge_of, to_unit
 from agent.view import View, meaningful, node_name
 from harness.config import Knob, TrialConfig, Value
 from harness.errors import BadValue
@@ -83,7 +83,7 @@ def responses(view: View) -> list[str]:
 
 def failures(view: View) -> list[str]:
     """Return where the memory ends, which rates diverge, and what else went wrong."""
-    edge = frontier(view.trials, view.vocabulary)
+    edge = frontier(view.trials, view.vocabulary, None if view.history.base is None else gauge_of(view.history))
     lines: list[str] = []
     if edge.failures:
         lines.append(f"- Out of memory, {edge.failures}×; the smallest that failed: {_loads(edge.failed)}.")
@@ -266,7 +266,8 @@ def _load(load: Load) -> str:
     parameters = "" if load.parameters is None else f", {load.parameters:,} parameters"
     shape = "" if model is None else f", depth {model.depth}, width {model.width}"
     peak = load.trial.peak_memory_bytes
-    memory = "" if peak is None else f", peak {size(peak)}"
+    memory = "" if load.held_bytes is None else f", about {size(load.held_bytes)} by estimate"
+    memory += "" if peak is None else f", peak {size(peak)}"
     return (
         f"{batch.per_device} × {batch.sequence_length} = {load.pass_tokens:,} tokens per pass"
         f" ({batch.tokens_per_step:,} per step){shape}{parameters}{memory}"

@@ -307,7 +307,7 @@ def _memory(found: Trial, held: Held) -> Table:
     )
     table.add_row("expected peak", _mebibytes(expected), said or "of what a job itself can see")
     if peak is not None:
-        error = expected / peak - 1
+        error = round(expected / peak - 1, 2) + 0.0  # no negative zero
         table.add_row("observed peak", _mebibytes(peak), f"the estimate is off by {error:+.0%}")
     return table
 

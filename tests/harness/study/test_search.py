@@ -216,6 +216,21 @@ def test_what_may_not_run_is_turned_away_while_the_trial_still_runs(drive: Calla
     assert [past.state for past in night.past()][:3] == [decided, refused, decided]
 
 
+def test_what_cannot_fit_is_refused_without_a_trial(
+    drive: Callable[..., Drive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config far beyond the device's memory costs a row and no run."""
+    night = drive(BETTER)
+    night.run(Limits(trials=3))
+    monkeypatch.setattr("harness.origin.device_memory_bytes", lambda device: 1_000_000)
+    night.run(Limits(proposals=1))
+    (past,) = night.past()
+    assert past.state is ProposalState.REFUSED
+    assert past.reason is not None
+    assert past.reason.startswith("it needs about")
+    assert past.trials == ()
+
+
 def test_a_search_in_pieces_proposes_what_one_in_one_piece_would(drive: Callable[..., Drive], tmp_path: Path) -> None:
     """The last proposal of a run has its successor asked for as of the same moment as if the run had gone on."""
     night = drive()
