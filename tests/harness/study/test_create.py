@@ -236,3 +236,18 @@ def test_demo_text_is_the_standard_library(tmp_path: Path) -> None:
     assert setup.demo_text(tmp_path, library=tmp_path) == folder
     with pytest.raises(BadInput, match="standard library"):
         setup.demo_text(tmp_path / "other", library=tmp_path / "nothing")
+
+
+def test_a_cpu_wants_its_precision_named(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy for GPUs is not left to crawl: the sentence says what to add, and then it works."""
+    monkeypatch.setattr("harness.origin.device", lambda: "cpu")
+    with pytest.raises(BadInput, match="--set precision=fp32"):
+        make(policy="pretrain", budget="20Mtok")
+    assert make(policy="pretrain", budget="20Mtok", baseline={"precision": "fp32"}).baseline.precision == "fp32"
+
+
+def test_a_baseline_that_cannot_fit_is_told(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a byte of data is read."""
+    monkeypatch.setattr("harness.origin.device_memory_bytes", lambda device: 10_000_000)
+    with pytest.raises(BadInput, match="the baseline does not fit this machine: it needs about"):
+        make()
