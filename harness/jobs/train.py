@@ -137,7 +137,7 @@ class Training:
     def _reference(self) -> torch.nn.Module | None:
         """Return the frozen copy of the base that preferences are trained against, None if the adapter has an off."""
         job = self.job
-        if job.task != "dpo" or (self.adapted is not None and not self.adapted.takes_apart):
+        if job.task != "dpo" or self.adapted is not None:
             return None
         assert job.base is not None
         model = load_base(job.base, job.config, self.device, DTYPES[job.config.precision])

@@ -18,10 +18,6 @@ from harness.jobs.feed import Feed
 from harness.jobs.job import TrainJob
 from harness.jobs.trainers import FrozenTrainer, common_arguments
 
-LEAST_SMOOTHING_OF_EXO = 1e-3
-"""``exo_pair`` compares with a distribution over the two answers that must not be certain; 1e-3 is what its paper uses
-(Ji et al., arXiv 2402.00856)."""
-
 
 class _Tuned(FrozenTrainer):
     """What both of TRL's trainers must be kept from."""
@@ -71,8 +67,6 @@ class FrozenDPOTrainer(_Tuned, DPOTrainer):
         """Return the trainer with the job's arguments; ``ref_model`` is the frozen copy, None with an adapter."""
         preference, smoothing = job.config.preference, job.config.regularization.label_smoothing
         assert preference is not None
-        if preference.loss == "exo_pair":
-            smoothing = max(smoothing, LEAST_SMOOTHING_OF_EXO)
         arguments = DPOConfig(
             **common_arguments(job),
             beta=preference.beta,

@@ -209,6 +209,26 @@ def test_a_model_that_peeks_at_its_evaluated_shapes_only_is_refused(make_split: 
         score(lambda x: sly(x) if x.shape[0] == 1 else small(x), split, micro_batch=1)
 
 
+def test_rounding_that_depends_on_the_shape_is_no_leak_in_half_precision(make_split: MakeSplit, small: Logits) -> None:
+    """Another shape may round bfloat16 otherwise by a tenth of a nat; in fp32 the same would be a fault."""
+    split = make_split(DOCUMENTS, vocabulary=VOCABULARY)
+
+    def rounded(tokens_bt: torch.Tensor) -> torch.Tensor:
+        return small(tokens_bt) * (1.01 if tokens_bt.shape[0] == 1 else 1.0)
+
+    assert score(lambda x: rounded(x).bfloat16(), split).nats > 0
+    with pytest.raises(EvaluationRefused, match="alone, with the later tokens cut off"):
+        score(rounded, split)
+
+
+def test_a_leak_in_half_precision_is_refused(make_split: MakeSplit, small: Logits) -> None:
+    """Who sees the next token at the scored shapes leaves too few nats of it to be rounding."""
+    split = make_split(DOCUMENTS, vocabulary=VOCABULARY)
+    sly = peeking(small, 1, share=3.0)
+    with pytest.raises(EvaluationRefused, match="alone, with the later tokens cut off"):
+        score(lambda x: (sly(x) if x.shape[0] == 1 else small(x)).bfloat16(), split, micro_batch=1)
+
+
 def test_a_model_that_mixes_rows_is_refused(make_split: MakeSplit, small: Logits) -> None:
     """Logits may not depend on the other rows of a batch."""
 

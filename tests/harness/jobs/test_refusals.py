@@ -74,7 +74,6 @@ def test_muon_takes_the_matrices_of_the_blocks(tune: Tune, kind: str) -> None:
 @pytest.mark.parametrize(
     ("task", "diff", "kind", "words"),
     [
-        ("sft", {"adapter.initialisation": "pissa", "quantization": "nf4"}, "llama", "in 4 bits"),
         ("sft", {"adapter.initialisation": "olora", "adapter.dora": True}, "llama", "dora"),
         ("sft", {"adapter.initialisation": "olora"}, "gpt2", "transposed"),
         ("sft", {"adapter.initialisation": "orthogonal", "adapter.rank": 3}, "llama", "even"),
