@@ -122,8 +122,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases, "_run", convert)
 
 
-
-
 @pytest.mark.process
 def test_a_sound_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     """Same bytes, facts of the owner's name, found in the cache the next time, and the owner's file is not shared."""
