@@ -10,8 +10,8 @@ from agent.importance import Importance, importances
 from agent.prose import changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
 from agent.space import from_unit, to_unit
-from agent.view import View, node_name
-from harness.config import Knob, TrialConfig, Value, flatten
+from agent.view import View, meaningful, node_name
+from harness.config import Knob, TrialConfig, Value
 from harness.errors import BadValue
 from harness.records import Past, Proposal, ProposalState, Trial, TrialState
 
@@ -180,7 +180,7 @@ def direction(view: View) -> list[str]:
         " node joined with another, or a branch from an older node. Say what would show that it works.",
         "What no config has had yet:",
     ]
-    flats = [flatten(config) for config in dict.fromkeys(_configs(view))]
+    flats = [meaningful(config, view.history) for config in dict.fromkeys(_configs(view))]
     for knob in view.history.knobs.values():
         untried = _untried(knob, [flat[knob.name] for flat in flats if knob.name in flat])
         if untried:

@@ -15,7 +15,9 @@ scale on which the good configs differ.
 
 A Gaussian process early; TPE (multivariate, group, constant liar) from `TPE_FROM` configs on, in turns with it when
 nothing was kept for a while, and always where knobs depend on each other, which Optuna's Gaussian process cannot
-model. Both run in a process of their own (`agent.sampler_worker`).
+model. TPE is told of a config only what means something in it, and draws a knob only after its gates.
+
+Both run in a process of their own (`agent.sampler_worker`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from agent.evidence import effects, failures, scores
 from agent.offline import OfflineProposer
 from agent.random import draw
 from agent.space import Space, config_of, from_unit, propose_each, seed, show, to_unit, trials
-from harness.config import Knob, TrialConfig, Value, apply, flatten
+from harness.config import Knob, TrialConfig, Value, apply, flatten, idle
 from harness.errors import BadValue
 from harness.records import History, Proposal, ProposalState
 
@@ -115,7 +117,7 @@ _METHODS: Mapping[Method, str] = {
 
 def choose(history: History, configs: int) -> Method:
     """Return which sampler is asked, given how many configs there are to learn from."""
-    if any(knob.when for knob in history.knobs.values()) or configs >= TPE_FROM:
+    if configs >= TPE_FROM or any(gate in history.knobs for knob in history.knobs.values() for gate in knob.when):
         return "tpe"
     own = [past for past in history.past if past.proposal.source == SamplerProposer.name and past.verdict is not None]
     kept = {effect.number for effect in effects(history) if effect.kept}
@@ -125,7 +127,7 @@ def choose(history: History, configs: int) -> Method:
 
 def request(space: Space, method: Method) -> dict[str, Any]:
     """Return what the worker is asked: plain data, complete, and the same for the same history."""
-    history, knobs = space.history, space.knobs
+    history, knobs = space.history, reachable(space)
     found, failed = scores(history), failures(history)
     standings = [*history.lineage, *(s for s in (history.baseline, history.incumbent) if s is not None)]
     configs = {trial.config.digest: trial.config for trial in trials(history)}
@@ -167,11 +169,12 @@ def encode(knobs: Mapping[str, Knob], config: TrialConfig) -> dict[str, float] |
     A config out of range comes from a repair, which halves a batch without asking the policy.
     """
     flat = flatten(config)
+    without_meaning = idle(flat, knobs)
     try:
         return {
             name: _number(knob, knob.check(flat[name]))
             for name, knob in sorted(knobs.items())
-            if name in flat and knob.is_active(flat)
+            if name in flat and name not in without_meaning
         }
     except BadValue:
         return None
@@ -209,9 +212,33 @@ def _kind(knob: Knob) -> Literal["float", "int", "choice"]:
     return "float"
 
 
+def reachable(space: Space) -> dict[str, Knob]:
+    """Return the knobs that some config of the study gives a meaning: a gate that is no knob is what it is."""
+    flat, knobs = flatten(space.base), space.knobs
+
+    def can(name: str) -> bool:
+        conditions = knobs[name].when.items()
+        return all(can(gate) if gate in knobs else flat.get(gate) in _several(wanted) for gate, wanted in conditions)
+
+    return {name: knob for name, knob in knobs.items() if can(name)}
+
+
+def _several(wanted: Value | tuple[Value, ...]) -> tuple[Value, ...]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
 def _describe(knob: Knob, knobs: Mapping[str, Knob]) -> dict[str, Any]:
-    when = {gate: _number(knobs[gate], knobs[gate].check(value)) for gate, value in knob.when.items()}
-    described: dict[str, Any] = {"name": knob.name, "kind": _kind(knob), "when": when}
+    when = {
+        gate: [_number(knobs[gate], knobs[gate].check(value)) for value in _several(wanted)]
+        for gate, wanted in knob.when.items()
+        if gate in knobs
+    }
+    described: dict[str, Any] = {
+        "name": knob.name,
+        "kind": _kind(knob),
+        "when": when,
+        "default": _number(knob, knob.default),
+    }
     if knob.type == "choice":
         described |= {"low": 0, "high": len(knob.choices) - 1, "log": False, "size": len(knob.choices)}
     elif described["kind"] == "int":

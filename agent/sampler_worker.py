@@ -169,9 +169,14 @@ def _draw(
     trial = study.ask()
     values: Values = {}
     for name in _gates_first(knobs):
-        if all(values.get(gate) == value for gate, value in knobs[name]["when"].items()):
+        if _means_something(name, values, knobs):
             values[name] = _suggest(trial, name, distributions[name])
     return values
+
+
+def _means_something(name: str, values: Values, knobs: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Tell whether a knob's conditions hold among values that leave out what means nothing."""
+    return all(values.get(gate) in wanted for gate, wanted in knobs[name]["when"].items())
 
 
 def _suggest(trial: optuna.Trial, name: str, distribution: BaseDistribution) -> float:
@@ -213,20 +218,29 @@ def _project(
     weights: Mapping[str, float],
     max_changes: int,
 ) -> Values:
-    """Keep the changes that matter most: importance × distance in the knob's range."""
+    """Keep the changes that matter most, importance × distance in the knob's range, each with the gates it needs.
+
+    A knob that the center leaves without a meaning begins at its default.
+    """
+    before = {name: center.get(name, knobs[name]["default"]) for name in values}
 
     def matters(name: str) -> float:
-        before, knob = center.get(name), knobs[name]
-        if before is None or knob["kind"] == "choice":
-            distance = 1.0
-        else:
-            span = 1.0 if knob["kind"] == "float" else knob["high"] - knob["low"]
-            distance = abs(values[name] - before) / span
+        knob = knobs[name]
+        span = knob["high"] - knob["low"] if knob["kind"] == "int" else 1.0
+        distance = 1.0 if knob["kind"] == "choice" else abs(values[name] - before[name]) / span
         return weights[name] * distance
 
-    changed = [name for name in values if values[name] != center.get(name)]
-    kept = sorted(changed, key=lambda name: (-matters(name), name))[:max_changes]
-    return {name: values[name] for name in kept}
+    def gates(name: str) -> set[str]:
+        above = [gate for gate in knobs[name]["when"] if gate in knobs]
+        return set(above).union(*map(gates, above))
+
+    changed = [name for name in values if values[name] != before[name]]
+    kept: set[str] = set()
+    for name in sorted(changed, key=lambda name: (-matters(name), name)):
+        with_gates = kept | {name} | (gates(name) & set(changed))
+        if len(with_gates) <= max_changes:
+            kept = with_gates
+    return {name: values[name] for name in changed if name in kept}
 
 
 def _read(source: TextIO, requests: queue.SimpleQueue[str]) -> None:

@@ -120,10 +120,10 @@ def knobs(view: View) -> list[str]:
     lines = ["| knob | incumbent | baseline | allowed | turned | watch |", "| --- | --- | --- | --- | --- | --- |"]
     for knob in history.knobs.values():
         now, first = base.get(knob.name), began.get(knob.name)
-        idle = " (no meaning now)" if base and not knob.is_active(base) else ""
+        quiet = " (no meaning now)" if base and knob.when and now is None else ""
         start = f"{value(knob.default)} by default" if first is None else "same" if now == first else value(first)
         lines.append(
-            f"| {word(knob.name)} | {value(now)}{idle} | {start} | {_allowed(knob)} | {turned[knob.name]}×"
+            f"| {word(knob.name)} | {value(now)}{quiet} | {start} | {_allowed(knob)} | {turned[knob.name]}×"
             f" | {one_line(knob.watch, WATCH_CHARACTERS)} |"
         )
     standing = history.incumbent or history.baseline

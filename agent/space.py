@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from harness.config import Diff, Knob, TrialConfig, Value, active_difference, apply, flatten, settled
+from harness.config import Diff, Knob, TrialConfig, Value, active_difference, flatten, idle, turned
 from harness.errors import BadValue, UnknownKnob
+from harness.memory import Gauge
 from harness.records import History, Past, Proposal, ProposalState, Role, Trial
 from harness.sizes import flops_per_token
 
@@ -39,6 +40,8 @@ class Space:
     base_score: float
     known: frozenset[str]
     """Digests of every config that was tried, waits or was turned away."""
+    gauge: Gauge | None = None
+    """What a config holds in memory; None where device or vocabulary are not known yet."""
 
     @classmethod
     def of(cls, history: History) -> Space | None:
@@ -46,7 +49,8 @@ class Space:
         standing = history.incumbent or history.baseline
         if standing is None or standing.score is None:
             return None
-        return cls(history, standing.config, standing.score, frozenset(_known(history, standing.config)))
+        known = frozenset(_known(history, standing.config))
+        return cls(history, standing.config, standing.score, known, gauge_of(history))
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
@@ -60,13 +64,15 @@ class Space:
         """
         try:
             wanted = {name: self.knobs[name].check(value) for name, value in values.items()}
-            flat = flatten(apply(self.base, wanted))
-            active = {name: value for name, value in wanted.items() if self.knobs[name].is_active(flat)}
-            config = settled(apply(self.base, active), self.knobs)
+            without_meaning = idle(flatten(self.base) | wanted, self.knobs)
+            active = {name: value for name, value in wanted.items() if name not in without_meaning}
+            config = turned(self.base, active, self.knobs)
         except (BadValue, UnknownKnob):  # knobs that do not go together, such as width and heads
             return None
         diff = active_difference(self.base, config, self.knobs)
         if not 1 <= len(diff) <= self.history.max_changes or config.digest in self.known:
+            return None
+        if self.gauge is not None and self.gauge.misfit(config) is not None:
             return None
         steps = self.steps(config)
         return None if steps is not None and steps < self.history.minimum_steps else Step(diff, config)
@@ -86,6 +92,20 @@ class Space:
         per_token = flops_per_token(config, vocabulary=entries, base=self.history.base)
         per_step = per_token * config.batch.tokens_per_step
         return float(budget.removesuffix("flop")) / per_step
+
+
+def gauge_of(history: History) -> Gauge | None:
+    """Return what estimates the memory of configs on the study's device, corrected by its trials."""
+    entries = vocabulary(history)
+    if history.device is None or entries is None:
+        return None
+    return Gauge.learned(
+        trials(history),
+        vocabulary=entries,
+        base=history.base,
+        device=history.device,
+        memory_bytes=history.device_memory_bytes,
+    )
 
 
 def vocabulary(history: History) -> int | None:
@@ -147,7 +167,7 @@ def config_of(past: Past, history: History, base: TrialConfig) -> TrialConfig | 
     if parent is None:
         return None
     try:
-        return settled(apply(parent, past.proposal.diff), history.knobs)
+        return turned(parent, past.proposal.diff, history.knobs)
     except (BadValue, UnknownKnob):  # refused for just that
         return None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agent.evidence import Effect, effects, telling
 from agent.prose import Figures
 from agent.space import trials, vocabulary
-from harness.config import TrialConfig, Value, flatten
+from harness.config import TrialConfig, Value, flatten, idle
 from harness.records import BASELINE, History, Past, ProposalState, Standing, Trial
 
 
@@ -22,7 +22,7 @@ class View:
     effects: Mapping[int, Effect]
     """By the number of the proposal."""
     flats: Mapping[int, Mapping[str, Value]]
-    """Flattened config of each lineage node."""
+    """What means something in the config of each lineage node, flattened."""
     trials: Sequence[Trial]
     """All of the search."""
     telling: Mapping[TrialConfig, Trial]
@@ -36,7 +36,7 @@ class View:
             history=history,
             figures=Figures.of(history.noise),
             effects={effect.number: effect for effect in effects(history)},
-            flats={standing.node: flatten(standing.config) for standing in history.lineage},
+            flats={standing.node: meaningful(standing.config, history) for standing in history.lineage},
             trials=tuple(trials(history)),
             telling=telling(history),
             vocabulary=vocabulary(history),
@@ -49,8 +49,8 @@ class View:
 
     @property
     def base(self) -> Mapping[str, Value]:
-        """The incumbent's config, flattened; empty before there is one."""
-        return {} if self.incumbent is None else flatten(self.incumbent.config)
+        """What means something in the incumbent's config, flattened; empty before there is one."""
+        return {} if self.incumbent is None else meaningful(self.incumbent.config, self.history)
 
     def error_of_mean(self, runs: int) -> float | None:
         """Return the standard error of a mean of so many runs, from the pooled noise."""
@@ -96,3 +96,10 @@ class View:
 def node_name(node: int | None) -> str:
     """Return the name of a lineage node: the proposal that made it."""
     return "–" if node is None else "baseline" if node == BASELINE else f"p{node}"
+
+
+def meaningful(config: TrialConfig, history: History) -> dict[str, Value]:
+    """Return a config flattened, without knobs that change nothing in it: their values would only mislead."""
+    flat = flatten(config)
+    without_meaning = idle(flat, history.knobs)
+    return {name: item for name, item in flat.items() if name not in without_meaning}

@@ -7,6 +7,9 @@ that its first token is scored too. A document longer than the context is scored
 ``context`` tokens, each further one at most ``stride`` new ones with the tokens before them as context. Every token of
 every document is scored exactly once, and the bytes are those of the raw documents.
 
+Where a split marks answers (`EncodedSplit.marks`), only their tokens are scored, and the bytes are theirs; prompts and
+what the chat template puts around them are context. The windows are the same, without those that score nothing.
+
 Arithmetic: log-softmax in float32, sums in float64 over tokens in document order, so that the score does not depend on
 how windows are grouped into batches. Windows are sorted by length, longest first, padded on the right.
 
@@ -29,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from frozen.tokens import EncodedSplit
+from frozen.tokens import ANSWER, EncodedSplit
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """int64 [B, T] to floating-point [B, T, V]."""
@@ -41,6 +44,8 @@ _PROBE_TOLERANCE = 1e-4
 """Largest change of a logit, as a share of the largest logit (at least 1), that rounding may explain."""
 _RESCORE_TOLERANCE = 1e-3
 """Nats; wider, because another shape may be computed by another kernel."""
+_SOFTMAX_ELEMENTS = 1 << 26
+"""Logits widened at once: with a vocabulary of 150,000, whole batches in float32 would need more than the model."""
 _NO_PREDICTION = 500.0
 """Mean nats per token above which finite logits are nonsense, and exp() of them overflows."""
 
@@ -56,10 +61,11 @@ class Score:
     nats: float
     """Sum over all scored tokens."""
     bytes: int
-    """UTF-8 bytes of the scored documents."""
+    """UTF-8 bytes of what was scored: the documents, or the answers in them."""
     tokens: int
+    """How many were scored."""
     document_nats: npt.NDArray[np.float64]
-    """[documents], in the order of the split; sums to `nats`."""
+    """[documents], over each one's scored tokens, in the order of the split; sums to `nats`."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -79,7 +85,7 @@ class _Window(NamedTuple):
     length: int
     """Input positions. The last one predicts the document's token at ``start + length - 1``."""
     scored: int
-    """How many of the last positions count."""
+    """How many of the last positions count, as far as the split scores their tokens; the very last one always does."""
 
 
 def evaluate(
@@ -131,7 +137,7 @@ def _unless_memory_runs_out(
 
 
 def _windows(split: EncodedSplit, context: int, stride: int) -> list[_Window]:
-    """Return windows that score every token of every document exactly once."""
+    """Return windows that score every token of every document exactly once, as far as it is to be scored."""
     windows = []
     for document, length in enumerate(np.diff(split.offsets).tolist()):
         first = min(length, context)
@@ -141,18 +147,33 @@ def _windows(split: EncodedSplit, context: int, stride: int) -> list[_Window]:
             scored = min(stride, length - done)
             done += scored
             windows.append(_Window(document, done - context, context, scored))
-    return windows
+    if split.marks is None:
+        return windows
+    return [short for window in windows if (short := _shortened(split, split.marks, window)) is not None]
+
+
+def _shortened(split: EncodedSplit, marks: npt.NDArray[np.uint8], window: _Window) -> _Window | None:
+    """Return the window up to its last token that is scored, or None if it scores none."""
+    end = int(split.offsets[window.document]) + window.start + window.length
+    answers = np.flatnonzero(marks[end - window.scored : end] == ANSWER)
+    if not len(answers):
+        return None
+    less = window.scored - 1 - int(answers[-1])
+    return window._replace(length=window.length - less, scored=window.scored - less)
+
+
+def _counts(split: EncodedSplit) -> npt.NDArray[np.bool_]:
+    """Return which tokens of the split are scored."""
+    return np.ones(len(split.tokens), dtype=bool) if split.marks is None else np.asarray(split.marks == ANSWER)
 
 
 def _score(split: EncodedSplit, token_nats: npt.NDArray[np.float64]) -> Score:
     """Add up tokens by document, then documents."""
     document_nats = np.add.reduceat(token_nats, split.offsets[:-1])
-    nats = math.fsum(document_nats)
-    if nats > _NO_PREDICTION * len(token_nats):
-        raise EvaluationRefused(
-            f"{nats / len(token_nats):.4g} nats per token: worse than {_NO_PREDICTION:g} is no prediction"
-        )
-    return Score(nats=nats, bytes=int(split.bytes.sum()), tokens=len(token_nats), document_nats=document_nats)
+    nats, tokens = math.fsum(document_nats), int(_counts(split).sum())
+    if nats > _NO_PREDICTION * tokens:
+        raise EvaluationRefused(f"{nats / tokens:.4g} nats per token: worse than {_NO_PREDICTION:g} is no prediction")
+    return Score(nats=nats, bytes=int(split.bytes.sum()), tokens=tokens, document_nats=document_nats)
 
 
 class _Scorer:
@@ -161,11 +182,12 @@ class _Scorer:
     def __init__(self, logits_of: Logits, split: EncodedSplit, device: torch.device) -> None:
         self._logits_of = logits_of
         self._split = split
+        self._counts = _counts(split)
         self.device = device
 
     def run(self, windows: list[_Window], micro_batch: int, *, probes: bool) -> npt.NDArray[np.float64]:
-        """Return nats per token, float64 [tokens of the split]."""
-        token_nats = np.full(len(self._split.tokens), np.nan)
+        """Return nats per token, float64 [tokens of the split]; 0 where a token is not to be scored."""
+        token_nats = np.where(self._counts, np.nan, 0.0)
         with torch.no_grad():  # not inference_mode: a probe point must leave no tensor that training cannot use
             for begin in range(0, len(windows), micro_batch):
                 self._score_batch(windows[begin : begin + micro_batch], token_nats)
@@ -198,23 +220,35 @@ class _Scorer:
             return document[window.start - 1 : window.start - 1 + window.length].astype(np.int64)
         return np.concatenate(([self._split.separator], document[: window.length - 1])).astype(np.int64)
 
+    def _first(self, window: _Window) -> int:
+        """Return the place, among the split's tokens, of the one that the window's first position predicts."""
+        return int(self._split.offsets[window.document]) + window.start
+
+    def _targets(self, window: _Window) -> npt.NDArray[np.int64]:
+        """Return the places of the tokens that a window scores, int64 [N]."""
+        end = self._first(window) + window.length
+        return end - window.scored + np.flatnonzero(self._counts[end - window.scored : end])
+
     def _score_batch(self, windows: list[_Window], token_nats: npt.NDArray[np.float64]) -> None:
         """Score the windows' last positions and write their nats into ``token_nats``, in place."""
         tokens = np.full((len(windows), max(window.length for window in windows)), self._split.separator, np.int64)
         places, rows, columns = [], [], []
         for row, window in enumerate(windows):
             tokens[row, : window.length] = self.inputs(window)
-            end = int(self._split.offsets[window.document]) + window.start + window.length
-            places.append(np.arange(end - window.scored, end))
-            rows.append(np.full(window.scored, row))
-            columns.append(np.arange(window.length - window.scored, window.length))
+            place = self._targets(window)
+            places.append(place)
+            rows.append(np.full(len(place), row))
+            columns.append(place - self._first(window))
         place = np.concatenate(places)
         if not np.isnan(token_nats[place]).all():
             raise AssertionError("a token of the split was about to be scored twice")
         logits_btv = self.logits(tokens)
         index = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns)))).to(self.device)
         targets = self._split.tokens[place].astype(np.int64)
-        token_nats[place] = self._nats(logits_btv[index[0], index[1]], targets)
+        step = max(1, _SOFTMAX_ELEMENTS // self._split.vocabulary)
+        for begin in range(0, len(place), step):
+            part = slice(begin, begin + step)
+            token_nats[place[part]] = self._nats(logits_btv[index[0, part], index[1, part]], targets[part])
 
     def _nats(self, logits_nv: torch.Tensor, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return -log softmax of the targets, float64 [N]."""
@@ -232,8 +266,9 @@ class _Scorer:
         rng = np.random.default_rng(len(token_nats))
         for choice in rng.choice(len(windows), size=min(_RESCORED_TOKENS, len(windows)), replace=False).tolist():
             window = windows[choice]
-            length = window.length - int(rng.integers(window.scored))
-            place = int(self._split.offsets[window.document]) + window.start + length - 1
+            targets = self._targets(window)
+            place = int(targets[rng.integers(len(targets))])
+            length = place - self._first(window) + 1
             logits_1tv = self.logits(self.inputs(window)[None, :length])
             nats = float(self._nats(logits_1tv[:, -1], self._split.tokens[place : place + 1].astype(np.int64))[0])
             if abs(nats - token_nats[place]) > _RESCORE_TOLERANCE * max(1.0, nats):

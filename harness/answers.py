@@ -74,13 +74,16 @@ class KnobAnswer(Answer):
     high: float | None
     scale: Literal["linear", "log"]
     choices: list[Value]
-    when: dict[str, Value]
-    """Values of other knobs under which this one has a meaning; empty: always."""
+    when: dict[str, Value | list[Value]]
+    """Values of others, one or several each, under which this one has a meaning; empty: always."""
     watch: str
     """What to look at to know whether turning it worked."""
-    baseline: Value
-    best: Value
-    """Its value in the incumbent, which a proposal changes unless it names another parent."""
+    default: Value
+    """What it is once it gets a meaning."""
+    baseline: Value | None
+    """Null: it has no meaning there."""
+    best: Value | None
+    """Its value in the incumbent, which a proposal changes unless it names another parent; null: no meaning there."""
 
 
 class Knobs(Answer):

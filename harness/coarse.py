@@ -8,10 +8,10 @@ owner checks the search with. Texts by proposers, people and jobs are data: in o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.answers import End, KnobAnswer, Node, Point, ProposalAnswer, Row, Status, TrialAnswer
-from harness.config import Diff, Knob, TrialConfig, Value, difference, flatten
+from harness.config import Diff, Knob, TrialConfig, Value, difference, flatten, idle
 from harness.errors import BadInput
 from harness.records import CurvePoint, Decision, Noise, Past, Role, Standing, Trial, without_control
 from harness.report import summary, words
@@ -97,8 +97,11 @@ def _node(facts: summary.Facts, standing: Standing | None) -> Node | None:
     )
 
 
-def knob(turned: Knob, baseline: TrialConfig, best: TrialConfig) -> KnobAnswer:
-    """Return a knob with its values in the baseline and the incumbent."""
+def knob(turned: Knob, knobs: Mapping[str, Knob], baseline: TrialConfig, best: TrialConfig) -> KnobAnswer:
+    """Return one of the knobs with its values in the baseline and the incumbent, where it means something there."""
+    before, now = (
+        None if turned.name in idle(flat, knobs) else flat.get(turned.name) for flat in map(flatten, (baseline, best))
+    )
     return KnobAnswer(
         name=turned.name,
         type=turned.type,
@@ -106,10 +109,11 @@ def knob(turned: Knob, baseline: TrialConfig, best: TrialConfig) -> KnobAnswer:
         high=turned.high,
         scale=turned.scale,
         choices=list(turned.choices),
-        when=turned.when,
+        when={gate: list(wanted) if isinstance(wanted, tuple) else wanted for gate, wanted in turned.when.items()},
         watch=turned.watch,
-        baseline=flatten(baseline)[turned.name],
-        best=flatten(best)[turned.name],
+        default=turned.default,
+        baseline=before,
+        best=now,
     )
 
 

@@ -36,6 +36,9 @@ Targets = Literal["query_value", "attention", "attention_mlp", "all_linear"]
 PreferenceLoss = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "apo_zero", "apo_down"
 ]
+MOVING = ("pissa", "olora")
+"""Initialisations that take the adapter's start out of the weights beside it (Meng et al., 2404.02948; Büyükakyüz,
+2406.01775): the base model alone is then no longer what it was."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 WEIGHT_PREFIX = "sampling.weights."
 SHOWN_INPUT = 80
@@ -235,6 +238,18 @@ class TrialConfig(Section):
             raise ValueError("method 'lora' needs an adapter: adapter.rank and the others")
         if self.quantization != "none" and self.method != "lora":
             raise ValueError(f"quantization {self.quantization!r} needs method 'lora': 4-bit weights are not trained")
+        if self.adapter is not None and self.method == "lora" and self.adapter.initialisation in MOVING:
+            start = f"adapter.initialisation {self.adapter.initialisation!r} moves the base model's weights"
+            if self.quantization != "none":
+                raise ValueError(f"{start}, and 4-bit weights cannot be moved: quantization is {self.quantization!r}")
+            if self.preference is not None:
+                raise ValueError(f"{start}, and without the adapter it would no longer be the reference of preferences")
+        if (
+            self.preference is not None
+            and self.preference.loss == "exo_pair"
+            and not self.regularization.label_smoothing
+        ):
+            raise ValueError("preference.loss 'exo_pair' needs regularization.label_smoothing above 0, such as 0.001")
         if self.model is not None and self.method == "lora":
             raise ValueError("method 'lora' adapts a base model; a fresh one has nothing to keep")
         return self
@@ -310,28 +325,53 @@ def explain(error: ValidationError) -> str:
 
 def apply(config: TrialConfig, diff: Diff) -> TrialConfig:
     """Return ``config`` with the knobs of ``diff`` turned; `UnknownKnob` or `BadValue` say what does not fit."""
+    _check_known(diff)
+    return unflatten(flatten(config) | dict(diff))
+
+
+def _check_known(diff: Diff) -> None:
     known = hyperparameters()
     for name in diff:
         if name not in known and not name.startswith(WEIGHT_PREFIX):
             raise UnknownKnob(f"unknown knob {name!r}{nearest(name, known)}")
-    return unflatten(flatten(config) | dict(diff))
 
 
-def settled(config: TrialConfig, knobs: Mapping[str, Knob]) -> TrialConfig:
-    """Return the config with every knob that has no meaning in it at its default: equal trainings have equal configs.
+def idle(flat: Mapping[str, Value], knobs: Mapping[str, Knob]) -> frozenset[str]:
+    """Return the knobs that have no meaning in a config, given flattened: a condition fails, or a gate is idle itself.
 
-    A LoRA rank means nothing where all weights are trained; left at what it was, it would tell apart what is the same.
+    Conditions in a circle make all of its knobs idle; a policy with one is refused.
     """
-    flat = flatten(config)
-    idle = {name: knob.default for name, knob in knobs.items() if name in flat and not knob.is_active(flat)}
-    return apply(config, idle) if any(flat[name] != value for name, value in idle.items()) else config
+    known: dict[str, bool] = {}
+
+    def means_something(name: str) -> bool:
+        if name not in known:
+            known[name] = False
+            gates = [gate for gate in knobs[name].when if gate in knobs]
+            known[name] = knobs[name].is_active(flat) and all(map(means_something, gates))
+        return known[name]
+
+    return frozenset(name for name in knobs if not means_something(name))
+
+
+def turned(config: TrialConfig, diff: Diff, knobs: Mapping[str, Knob]) -> TrialConfig:
+    """Return ``config`` with the knobs of ``diff`` turned, and every knob without a meaning at its default.
+
+    So equal trainings have equal configs: a LoRA rank means nothing where all weights are trained; left at what it was,
+    it would tell apart what is the same. Checked is only the result, since what no longer means anything may not fit.
+    """
+    _check_known(diff)
+    return unflatten(settled(flatten(config) | dict(diff), knobs))
+
+
+def settled(flat: Mapping[str, Value], knobs: Mapping[str, Knob]) -> dict[str, Value]:
+    """Return a flattened config with every knob that has no meaning in it at its default."""
+    return dict(flat) | {name: knobs[name].default for name in sorted(idle(flat, knobs)) if name in flat}
 
 
 def active_difference(parent: TrialConfig, child: TrialConfig, knobs: Mapping[str, Knob]) -> dict[str, Value]:
     """Return the diff that turns ``parent`` into ``child``, without what has no meaning in the child."""
-    flat = flatten(child)
-    changed = difference(parent, child)
-    return {name: value for name, value in changed.items() if name not in knobs or knobs[name].is_active(flat)}
+    without_meaning = idle(flatten(child), knobs)
+    return {name: value for name, value in difference(parent, child).items() if name not in without_meaning}
 
 
 def difference(parent: TrialConfig, child: TrialConfig) -> dict[str, Value]:
@@ -408,7 +448,7 @@ class Knob(BaseModel):
         return int(value) if self.type == "int" else float(value)
 
     def is_active(self, flat: Mapping[str, Value]) -> bool:
-        """Tell whether the knob has a meaning in a config, given flattened."""
+        """Tell whether its own condition holds in a config, given flattened; `idle` asks for its gates' too."""
         return all(
             flat.get(name) in (wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in self.when.items()
         )

@@ -10,10 +10,11 @@ import contextlib
 import json
 import math
 import sqlite3
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 
 from harness.ablation import without
-from harness.config import TrialConfig, Value, apply, difference, unflatten
+from harness.config import Knob, TrialConfig, Value, difference, turned, unflatten
 from harness.errors import OvernightError
 from harness.migrations import migrate
 from harness.rows import unpack
@@ -147,20 +148,31 @@ def _diffs(connection: sqlite3.Connection) -> Iterator[str]:
                 f"node {row['node']} has the diff {row['diff']}, but its config differs from that of its parent"
                 f" {row['parent']} by {_text(expected)}"
             )
+    conditional = _conditional(connection)
     for row in connection.execute(
         "SELECT p.number, p.diff, p.config, p.config_digest, p.parent, l.config AS parent_config FROM proposals p"
         " JOIN lineage l ON l.node = p.parent"
     ):
-        yield from _proposal(connection, row)
+        yield from _proposal(connection, row, conditional)
 
 
-def _proposal(connection: sqlite3.Connection, row: sqlite3.Row) -> Iterator[str]:
+def _conditional(connection: sqlite3.Connection) -> dict[str, Knob]:
+    """Return the knobs of the study's policy that have a meaning only under conditions; a config has them settled."""
+    row = connection.execute("SELECT policy FROM study").fetchone()
+    try:
+        knobs = tomllib.loads("" if row is None else row["policy"]).get("knobs", {})
+        return {name: Knob.model_validate({**table, "name": name}) for name, table in knobs.items() if "when" in table}
+    except (ValueError, TypeError, AttributeError, OvernightError):  # no policy: `overnight verify` says so elsewhere
+        return {}
+
+
+def _proposal(connection: sqlite3.Connection, row: sqlite3.Row, conditional: Mapping[str, Knob]) -> Iterator[str]:
     """Check one proposal that has started: its config, and those of its trials."""
     config, parent = _config(row["config"]), _config(row["parent_config"])
     if config is None or parent is None:
         return
     try:
-        asked = apply(parent, json.loads(row["diff"]))
+        asked = turned(parent, json.loads(row["diff"]), conditional)
     except OvernightError as error:
         yield f"the diff {row['diff']} of proposal {row['number']} cannot be applied to node {row['parent']}: {error}"
         return

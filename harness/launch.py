@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, overload
 
 from pydantic import ValidationError
 
 from harness import processes
 from harness.errors import CannotStart
-from harness.jobs.job import Job, TrainJob
+from harness.jobs.job import Job, MergeJob, ScoreJob, TrainJob
 from harness.jobs.nursery import Notice, Order
 from harness.jobs.report import Line
 from harness.jobs.sandbox import Tier
-from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
+from harness.records import CurvePoint, Failed, Merged, Scored, Trained, TrialState
 from harness.warm import CHUNK, START_SECONDS, Nursery
 
 _ATTEMPTS = 2
@@ -96,6 +96,27 @@ class Launcher:
         """End the nursery and everything below it; calling it twice is harmless."""
         self._drop_nursery()
 
+    @overload
+    def run(
+        self,
+        job: TrainJob | ScoreJob,
+        *,
+        log: Path,
+        deadline_seconds: float,
+        on_point: Callable[[CurvePoint], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Result: ...
+
+    @overload
+    def run(
+        self,
+        job: MergeJob,
+        *,
+        log: Path,
+        deadline_seconds: float,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Merged | Failed: ...
+
     def run(
         self,
         job: Job,
@@ -104,14 +125,14 @@ class Launcher:
         deadline_seconds: float,
         on_point: Callable[[CurvePoint], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
-    ) -> Result:
+    ) -> Result | Merged:
         """Run one job to its end and return how it ended; nothing of it is left when this returns or raises.
 
         ``deadline_seconds`` is wall clock from the start of the job's process. ``should_stop`` is asked several times a
         second; a job that it stops is ``interrupted``. The job's output is appended to ``log``.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(job, TrainJob):
+        if not isinstance(job, ScoreJob):
             job.folder.mkdir(parents=True, exist_ok=True)
         words = ""
         for _ in range(_ATTEMPTS):
@@ -158,7 +179,7 @@ class _Run:
     killed_as: TrialState | None = None
     """Why this driver killed it, if it did."""
     unreadable: str | None = None
-    outcome: Result | None = None
+    outcome: Result | Merged | None = None
     last_point: CurvePoint | None = None
     ended: float | None = None
     _control: socket.socket = field(init=False)
@@ -286,15 +307,17 @@ class _Run:
         self._buffers[source] = rest
         return lines
 
-    def result(self) -> Result:
+    def result(self) -> Result | Merged:
         """Say how the job ended. A job's own word counts if the order asks for it and the exit status agrees."""
-        trains = isinstance(self.order.job, TrainJob)
+        kind = self.order.job.kind
         wall = 0.0 if self.began is None or self.ended is None else self.ended - self.began
         if self.exit is not None and self.exit.status is not None and self.unreadable is None:
             match self.outcome:
-                case Trained() if self.exit.status == 0 and trains:
+                case Trained() if self.exit.status == 0 and kind == "train":
                     return self.outcome.model_copy(update={"wall_seconds": wall})
-                case Scored() if self.exit.status == 0 and not trains:
+                case Scored() if self.exit.status == 0 and kind == "score":
+                    return self.outcome
+                case Merged() if self.exit.status == 0 and kind == "merge":
                     return self.outcome
                 case Failed():
                     return self.outcome.model_copy(update={"wall_seconds": wall})

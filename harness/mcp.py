@@ -118,7 +118,7 @@ class Tools:
             max_changes=policy.proposals.max_changes,
             minimum_steps=policy.proposals.minimum_steps,
             budget=str(self._study.budget),
-            knobs=[coarse.knob(knob, self._study.baseline, best) for knob in policy.knobs.values()],
+            knobs=[coarse.knob(knob, policy.knobs, self._study.baseline, best) for knob in policy.knobs.values()],
         )
 
     @_told()

@@ -7,16 +7,16 @@ gate, and what is turned away gets a sentence that says why, with the number or 
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import Field, ValidationError
 
 import policies
 from frozen.timer import Budget
+from harness.conditions import Conditions, holder
 from harness.config import (
     WEIGHT_PREFIX,
     Knob,
@@ -25,13 +25,13 @@ from harness.config import (
     TrialConfig,
     Value,
     active_difference,
-    apply,
-    difference,
     explain,
     flatten,
     hyperparameters,
+    idle,
     nearest,
     settled,
+    turned,
     unflatten,
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
@@ -41,8 +41,12 @@ from harness.toml import read_toml, refuse_unknown_keys
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
 """A knob of this name stands for one weight per source, where a study has several sources."""
+TEMPERATURE, GENERAL = "sampling.temperature", "sampling.general_fraction"
 SECTIONS_OF_TASKS: Mapping[str, tuple[Task, ...]] = {"model": ("pretrain",), "preference": ("dpo",)}
 """Sections of a config that only some tasks have, and these must."""
+OF_THE_STUDY = frozenset({"seed", "budget", "eval", "evaluation", "data", "task", "study", "judge"})
+"""First parts of names that a person might take for hyperparameters."""
+ALPHAS = frozenset({"adapter.alpha", "adapter.alpha_ratio"})
 
 
 LEAST_ROW_TOKENS = 2
@@ -88,26 +92,28 @@ class Policy(Section):
     finals: Finals = Finals()
 
     @classmethod
-    def load(cls, path: Path, sources: Sequence[str]) -> Self:
-        """Read a policy file for a study on the named data sources.
+    def load(cls, path: Path, sources: Sequence[str], general: Sequence[str] = ()) -> Self:
+        """Read a policy file for a study on the named data sources, of which ``general`` are against forgetting only.
 
         Raises `BadInput` with the file, the key and the nearest known name where something does not fit.
         """
-        return read_toml(path, lambda table: cls.parse(table, sources))
+        return read_toml(path, lambda table: cls.parse(table, sources, general))
 
     @classmethod
-    def parse(cls, table: Mapping[str, Any], sources: Sequence[str]) -> Self:
+    def parse(cls, table: Mapping[str, Any], sources: Sequence[str], general: Sequence[str] = ()) -> Self:
         """Check a policy that is already read from TOML; `BadInput` names the key that does not fit."""
         refuse_unknown_keys(cls, table, "")
         knobs = table.get("knobs", {})
         if not isinstance(knobs, Mapping) or not knobs:
             raise BadInput('no knobs: a policy needs at least one table [knobs."optim.learning_rate"]')
         try:
-            policy = cls.model_validate({**table, "knobs": dict(_named(knobs, sources))})
+            policy = cls.model_validate({**table, "knobs": dict(_named(knobs, sources, general))})
             policy._check_names()
             policy._check_weights(sources)
             policy._check_bounds()
+            policy.conditions.check()
             policy.baseline({})
+            policy.conditions.check_choices()
         except ValidationError as error:
             raise BadInput(explain(error)) from error
         except (BadValue, UnknownKnob) as error:
@@ -119,6 +125,11 @@ class Policy(Section):
         fields = hyperparameters()
         given = [*self.knobs, *self.fixed]
         for name in given:
+            if name.partition(".")[0] in OF_THE_STUDY:
+                raise BadInput(
+                    f"{name!r} is no hyperparameter: seed, budget, data and evaluation are the study's, the same for"
+                    " every trial, or a change of them would pass for a gain"
+                )
             if name not in fields and not name.startswith(WEIGHT_PREFIX):
                 raise BadInput(f"unknown knob {name!r}{nearest(name, fields)}")
         if twice := sorted(set(self.knobs) & set(self.fixed)):
@@ -132,17 +143,17 @@ class Policy(Section):
         }
         if missing := sorted(needed - set(given)):
             raise BadInput(f"{', '.join(missing)}: give a value under [fixed], or make it a knob")
-        for knob in self.knobs.values():
-            for name, wanted in knob.when.items():
-                if name == knob.name or name not in given:
-                    raise BadInput(f"knob {knob.name}: `when` names {name!r}, no other knob{nearest(name, given)}")
-                for value in wanted if isinstance(wanted, tuple) and name in self.knobs else ():
-                    self.knobs[name].check(value)
-                if not isinstance(wanted, tuple) and name in self.knobs:
-                    self.knobs[name].check(wanted)
+        if "adapter" in used and len(ALPHAS & set(given)) != 1:
+            raise BadInput(
+                f"{' and '.join(sorted(ALPHAS))} are two spellings of one thing: give one of them a value under"
+                " [fixed], or make it a knob"
+            )
 
     def _check_sections(self, given: Sequence[str]) -> None:
         """Refuse tasks that want different sections, a section that the tasks do not have, and one that is missing."""
+        adapter = next((name for name in given if name.startswith("adapter.")), None)
+        if adapter is not None and "pretrain" in self.tasks:
+            raise BadInput(f"{adapter} means nothing for the task pretrain: a fresh model has nothing to keep")
         for section, tasks in SECTIONS_OF_TASKS.items():
             having = [task for task in self.tasks if task in tasks]
             there = [name for name in given if name.startswith(section + ".")]
@@ -176,16 +187,16 @@ class Policy(Section):
         for knob in self.knobs.values():
             if knob.name not in fields:
                 continue
-            holder = _holder(fields[knob.name])
+            held = holder(fields[knob.name])
             for value in (*knob.choices, knob.low, knob.high):
                 if value is None:
                     continue
                 try:
-                    holder.model_validate({"value": value})
+                    held.model_validate({"value": value})
                 except ValidationError as error:
                     said = explain(error).removeprefix("value = ")
                     raise BadInput(f"knob {knob.name}: no config can hold {said}") from error
-            if knob.type == "float" and holder.model_fields["value"].annotation is int:
+            if knob.type == "float" and held.model_fields["value"].annotation is int:
                 raise BadInput(f"knob {knob.name} is a whole number: its type is int or choice, not float")
 
     def baseline(self, overrides: Mapping[str, Value]) -> TrialConfig:
@@ -198,7 +209,16 @@ class Policy(Section):
             if name not in flat:
                 raise UnknownKnob(f"unknown knob {name!r}{nearest(name, flat)}")
             flat[name] = self.knobs[name].check(value) if name in self.knobs else value
-        return settled(unflatten(flat), self.knobs)
+        without_meaning = idle(flat, self.knobs)
+        for name in overrides:
+            if name in without_meaning and flat[name] != self.knobs[name].default:
+                raise BadValue(f"{name} means nothing here: it needs {self.conditions.needs(name, flat)}")
+        return unflatten(settled(flat, self.knobs))
+
+    @property
+    def conditions(self) -> Conditions:
+        """When the knobs mean anything."""
+        return Conditions(self.knobs, self.fixed)
 
     def admit(
         self, proposal: Proposal, parent: TrialConfig, *, budget: Budget, vocabulary: int, base: BaseFacts | None
@@ -217,15 +237,15 @@ class Policy(Section):
                 diff[name] = self.knobs[name].check(value)
             except BadValue as error:
                 return Refusal(str(error))
+        before = flatten(parent)
+        without_meaning = idle(before | diff, self.knobs)
+        for name, value in diff.items():
+            if name in without_meaning and before.get(name) != value:
+                return Refusal(f"{name} means nothing here: it needs {self.conditions.needs(name, before | diff)}")
         try:
-            turned = apply(parent, diff)
+            config = turned(parent, diff, self.knobs)
         except BadValue as error:
             return Refusal(str(error).removeprefix("not a trial config: "))
-        flat = flatten(turned)
-        for name in difference(parent, turned):
-            if not self.knobs[name].is_active(flat):
-                return Refusal(f"{name} means nothing here: it needs {_needs(self.knobs[name])}")
-        config = settled(turned, self.knobs)
         changed = active_difference(parent, config, self.knobs)
         if not changed:
             return Refusal("the diff changes nothing: every knob in it has that value already")
@@ -296,12 +316,20 @@ def _packaged() -> Path:
     return Path(policies.__file__).parent
 
 
-def _named(knobs: Mapping[str, Any], sources: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each knob's table under its name; a weight for every source where there are several, else none."""
+def _named(
+    knobs: Mapping[str, Any], sources: Sequence[str], general: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each knob's table under its name, without those that turn nothing on these sources.
+
+    A weight for every source where there are several, else none; no temperature for one source alone, and no share of
+    general text without a source of it.
+    """
     for name, table in knobs.items():
         if not isinstance(table, Mapping):
             raise BadInput(f"knob {name!r} is no table: write [knobs.{name!r}] with quotes around the dotted name")
         refuse_unknown_keys(Knob, table, f"knobs.{name}.")
+        if (name == TEMPERATURE and len(sources) < 2) or (name == GENERAL and not general):
+            continue
         if not name.startswith(WEIGHT_PREFIX):
             yield name, {**table, "name": name}
         elif len(sources) > 1:
@@ -313,16 +341,3 @@ def _named(knobs: Mapping[str, Any], sources: Sequence[str]) -> Iterator[tuple[s
 def _is_in_every_config(name: str) -> bool:
     """Tell whether a hyperparameter lies in no section that may be left out."""
     return TrialConfig.model_fields[name.partition(".")[0]].is_required()
-
-
-def _needs(knob: Knob) -> str:
-    """Say under which values of others a knob has a meaning."""
-    wants = {name: wanted if isinstance(wanted, tuple) else (wanted,) for name, wanted in knob.when.items()}
-    return " and ".join(f"{name} = {' or '.join(map(repr, values))}" for name, values in wants.items())
-
-
-def _holder(field: Any) -> type[BaseModel]:
-    """Return a model of one field, ``value``, that holds a hyperparameter's bounds."""
-    kind = field.annotation
-    assert kind is not types.NoneType
-    return create_model("Holder", value=(kind, field))

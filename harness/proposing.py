@@ -50,6 +50,7 @@ def check(study: Study, wish: Wish) -> Proposal:
         incumbent = reader.incumbent()
         tried = reader.known_configs()
         queued = reader.queued()
+        trials = reader.trials(curves=False)
     best = study.baseline if incumbent is None else incumbent.config
     if proposal.parent is not None and proposal.parent not in nodes:
         kept = ", ".join(map(str, nodes)) or "none yet"
@@ -57,6 +58,9 @@ def check(study: Study, wish: Wish) -> Proposal:
     config = _resolve(study, proposal, nodes, best)
     if isinstance(config, Refusal):
         raise BadValue(config.reason)
+    misfit = study.gauge(trials).misfit(config)
+    if misfit is not None:
+        raise BadValue(misfit)
     if config.digest in tried:
         owner = f"proposal {tried[config.digest]}" if tried[config.digest] != BASELINE else "the baseline"
         raise BadInput(f"this config was tried already: it is that of {owner}")

@@ -21,6 +21,8 @@ from harness.report import documents, summary
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from harness.memory import Held
+
 
 PIPED_COLUMNS = 160
 """Width where the output is no terminal: wide enough that `grep` finds a row in one line."""
@@ -121,13 +123,36 @@ def show(arguments: argparse.Namespace) -> int:
             return 0
         trial = named_trial(reader, what)
         sensors = reader.sensors(trial.id)
+        held = _held(paths, reader, trial)
     if arguments.json:
-        put(documents.trial(trial) | {"device_celsius": sensors.celsius, "device_watts": sensors.watts})
+        read = {"device_celsius": sensors.celsius, "device_watts": sensors.watts}
+        put(documents.trial(trial) | read | documents.memory(trial, held))
     else:
         from harness.report import table
 
-        _print(table.trial(trial, sensors))
+        _print(table.trial(trial, sensors, held))
     return 0
+
+
+def _held(paths: StudyPaths, reader: Reader, trial: Trial) -> Held | None:
+    """Return what a trial was expected to hold in memory; None where the study's own files cannot say.
+
+    They are the owner's to edit: a trial is shown whatever became of them (`overnight run` says what is wrong).
+    """
+    from harness.memory import Gauge, Held
+    from harness.sizes import BaseFacts
+    from harness.studyfile import FRESH, StudyFile
+
+    if trial.device is None or not paths.study_toml.exists():
+        return None
+    try:
+        asked = StudyFile.read(paths.study_toml).study
+        base = BaseFacts.read(paths.base) if asked.model != FRESH else None
+    except BadInput:
+        return None
+    others = (one for one in reader.trials(curves=False) if one.id != trial.id)
+    gauge = Gauge.learned(others, vocabulary=asked.vocabulary, base=base, device=trial.device, memory_bytes=None)
+    return Held(estimate=gauge.estimate(trial.config), correction=gauge.correction)
 
 
 def briefing(arguments: argparse.Namespace) -> int:

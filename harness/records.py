@@ -206,6 +206,23 @@ class Scored(Record):
         return None if self.pairs is None or self.right_pairs is None else self.right_pairs / self.pairs
 
 
+class Merged(Record):
+    """What a merging child made of a base model and its adapter."""
+
+    parameters: int
+    bytes: int
+    """UTF-8 bytes of the scored text."""
+    parts_nats: float
+    """Of base and adapter side by side, as they were trained and scored."""
+    whole_nats: float
+    """Of the merged model, as it was saved."""
+
+    @property
+    def difference(self) -> float:
+        """What merging changed, in bits per byte; above 0: the merged model is worse."""
+        return (self.whole_nats - self.parts_nats) / (math.log(2) * self.bytes)
+
+
 class Failed(Record):
     """A job that did not end well: an outcome, not an exception."""
 

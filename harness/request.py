@@ -123,7 +123,9 @@ def check(request: Request) -> Plan:
     task = _task(request.task, policy_file)
     model = _model(request, task)
     sources = data_sources(request.data, request.general, request.options)
-    policy = Policy.load(policy_file, [source.name for source in sources])
+    policy = Policy.load(
+        policy_file, [source.name for source in sources], [source.name for source in sources if source.general]
+    )
     baseline = _baseline(request, policy)
     if request.budget is None:
         raise BadInput("a new study needs --budget: of each trial, e.g. 300s, 2Mtok, 5e12flop")

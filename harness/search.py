@@ -310,6 +310,9 @@ class Loop:
         )
         if isinstance(config, Refusal):
             return Rejection(ProposalState.REFUSED, config.reason)
+        misfit = self.study.gauge(self.reader.trials(curves=False)).misfit(config)
+        if misfit is not None:
+            return Rejection(ProposalState.REFUSED, misfit)
         known = self.reader.known_configs()
         if config.digest in known:
             return Rejection(ProposalState.DUPLICATE, f"its config is that of {_named(known[config.digest])}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from frozen.timer import Budget
 from harness import origin
 from harness.config import Task, TrialConfig
 from harness.jobs.job import EvalSettings
+from harness.memory import Gauge
 from harness.paths import RUNS, StudyPaths, find
 from harness.policy import Policy
 from harness.queries import Reader
+from harness.records import Trial
 from harness.seal import Seal
 from harness.sizes import BaseFacts, flops_per_token, trained_parameters
 from harness.studyfile import FRESH, StudyFile
@@ -81,6 +84,16 @@ class Study:
         saved = trained_parameters(config, vocabulary=self.vocabulary, base=self.base)
         return BYTES_PER_PARAMETER * saved + CHECKPOINT_OVERHEAD_BYTES
 
+    def gauge(self, trials: Iterable[Trial]) -> Gauge:
+        """Return what estimates the memory of configs on this study's device, corrected by its trials."""
+        return Gauge.learned(
+            trials,
+            vocabulary=self.vocabulary,
+            base=self.base,
+            device=self.device,
+            memory_bytes=origin.device_memory_bytes(self.device),
+        )
+
     @property
     def checkpoint_bytes(self) -> int:
         """Return what a checkpoint of the baseline takes; a proposal may ask for a bigger model, see `bytes_of`."""
@@ -114,7 +127,7 @@ def load(name_or_path: str | Path, runs: Path = RUNS) -> Study:
 
 def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
     """Put together what the files of a study say."""
-    policy = Policy.load(paths.policy_toml, file.sources)
+    policy = Policy.load(paths.policy_toml, file.sources, file.general)
     return Study(
         paths=paths,
         file=file,

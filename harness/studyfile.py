@@ -173,6 +173,11 @@ class StudyFile(Section):
         """Names of the data sources, in order."""
         return tuple(source.name for source in self.study.data)
 
+    @property
+    def general(self) -> tuple[str, ...]:
+        """Names of the data sources that are trained on against forgetting only."""
+        return tuple(source.name for source in self.study.data if source.general)
+
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a study.toml; `BadInput` names the file, the key and the nearest known name."""

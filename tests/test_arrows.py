@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("frozen", "harness", "agent", "policies")
 CHILD_MAY_SEE = ("harness.config", "harness.sizes", "harness.records", "harness.errors", "harness.jobs", "frozen")
-AGENT_MAY_SEE = ("harness.config", "harness.sizes", "harness.records", "harness.terms", "harness.errors", "agent")
+AGENT_MAY_SEE = (
+    *("harness.config", "harness.sizes", "harness.memory", "harness.records", "harness.terms", "harness.errors"),
+    "agent",
+)
 TORCH_HOMES = ("harness/jobs/", "frozen/loader.py", "frozen/evaluate.py", "frozen/tokens.py")
 
 

@@ -20,6 +20,10 @@ class WeightsRefused(ValueError):
     """The saved weights are not those of the config's model."""
 
 
+class ConfigRefused(ValueError):
+    """The config cannot be trained here: a package is missing, or two of its values exclude each other."""
+
+
 def state_of(error: BaseException) -> TrialState:
     """Return the state of a trial that ended with this exception; what is not known is a crash."""
     from frozen.evaluate import EvaluationRefused  # imports torch, which the driver does not
@@ -28,7 +32,7 @@ def state_of(error: BaseException) -> TrialState:
         return TrialState.DIVERGED
     if isinstance(error, Aborted):
         return TrialState.STOPPED
-    if isinstance(error, BudgetTooSmall | EvaluationRefused | WeightsRefused):
+    if isinstance(error, BudgetTooSmall | EvaluationRefused | WeightsRefused | ConfigRefused):
         return TrialState.INVALID
     if is_out_of_memory(error):
         return TrialState.OUT_OF_MEMORY

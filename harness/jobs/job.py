@@ -1,4 +1,4 @@
-"""What a job is told: the two orders that the driver hands to a child. No torch here, both sides import it."""
+"""What a job is told: the three orders that the driver hands to a child. No torch here, both sides import it."""
 
 from __future__ import annotations
 
@@ -86,4 +86,26 @@ class ScoreJob(Record):
         return self
 
 
-Job = Annotated[TrainJob | ScoreJob, Field(discriminator="kind")]
+class MergeJob(Record):
+    """Add an adapter to its base model for good, and measure what that changed.
+
+    A base that was trained on in 4 bits is merged unquantized: the adapter was trained to make up for the rounding, so
+    the whole scores otherwise than its parts, and both scores are reported.
+    """
+
+    kind: Literal["merge"] = "merge"
+    config: TrialConfig
+    base: Path
+    weights: Path
+    """Folder of ``adapter_model.safetensors``."""
+    split: Path
+    """What both are scored on."""
+    tokenizer: Path
+    folder: Path
+    """The only place that the child may write; the model goes to ``folder/model``, in fp32."""
+    evaluation: EvalSettings
+    device: str
+    threads: Annotated[int, Field(ge=1)]
+
+
+Job = Annotated[TrainJob | ScoreJob | MergeJob, Field(discriminator="kind")]

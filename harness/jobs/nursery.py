@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import select
 import signal
@@ -32,7 +33,7 @@ import frozen
 import harness
 from harness.jobs import sandbox
 from harness.jobs.failures import is_out_of_memory
-from harness.jobs.job import Job, ScoreJob, TrainJob
+from harness.jobs.job import Job, MergeJob, ScoreJob, TrainJob
 from harness.jobs.report import Reporter
 from harness.records import Failed, Record, TrialState
 
@@ -230,6 +231,9 @@ def _confine(order: Order) -> None:
         start = [] if job.start is None else [job.start]
         readable, writable = [job.train, job.probe, job.tokenizer, *base, *start], [job.folder]
         private = [job.train, job.folder]
+    elif isinstance(job, MergeJob):
+        readable, writable = [job.split, job.tokenizer, *base, job.weights], [job.folder]
+        private = [job.split, job.weights, job.folder]
     else:
         weights = [] if job.weights is None else [job.weights]
         readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
@@ -239,7 +243,7 @@ def _confine(order: Order) -> None:
     got = sandbox.lock_in(system + readable, sandbox.system_writable() + writable)
     if got != order.tier:
         raise sandbox.SandboxFailed(f"the sandbox is {got}, promised was {order.tier}")
-    if isinstance(job, TrainJob):
+    if not isinstance(job, ScoreJob):
         scratch = job.folder / "tmp"
         scratch.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(scratch)
@@ -267,21 +271,30 @@ def import_everything() -> None:
     import transformers
     import trl
 
-    # transformers imports its parts when they are first asked for: ask now.
-    lazy = (transformers.LlamaConfig, transformers.LlamaForCausalLM, transformers.Trainer, transformers.AutoTokenizer)
+    # transformers and trl import their parts when they are first asked for: ask now.
+    lazy = [transformers.LlamaConfig, transformers.LlamaForCausalLM, transformers.Trainer, transformers.AutoTokenizer]
+    lazy += [transformers.AutoModelForCausalLM, trl.SFTTrainer, trl.DPOTrainer]
+    for optional in ("bitsandbytes", "schedulefree"):
+        with contextlib.suppress(ImportError):  # a config that needs it is refused with a sentence
+            importlib.import_module(optional)
     sys.pycache_prefix = ours
+    import harness.jobs.merge
     import harness.jobs.score
     import harness.jobs.train
+    import harness.jobs.tuning
 
     sys.pycache_prefix = None
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     del peft, torch, trl, lazy
+    assert harness.jobs.merge
     assert harness.jobs.score
     assert harness.jobs.train
+    assert harness.jobs.tuning
 
 
 def work_on(job: Job, reporter: Reporter) -> None:
     """Carry out one order."""
+    from harness.jobs.merge import merge
     from harness.jobs.score import score
     from harness.jobs.train import train
 
@@ -290,6 +303,8 @@ def work_on(job: Job, reporter: Reporter) -> None:
             reporter.result(train(job, reporter.point))
         case ScoreJob():
             reporter.result(score(job))
+        case MergeJob():
+            reporter.result(merge(job))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from harness.records import CurvePoint, Failed, Record, Scored, Trained
+from harness.records import CurvePoint, Failed, Merged, Record, Scored, Trained
 
 
 class Line(Record):
@@ -20,18 +20,19 @@ class Line(Record):
     point: CurvePoint | None = None
     trained: Trained | None = None
     scored: Scored | None = None
+    merged: Merged | None = None
     failed: Failed | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if len(self.model_fields_set) != 1 or self.content is None:
-            raise ValueError("a line of a report holds exactly one of point, trained, scored and failed")
+            raise ValueError("a line of a report holds exactly one of point, trained, scored, merged and failed")
         return self
 
     @property
-    def content(self) -> CurvePoint | Trained | Scored | Failed | None:
+    def content(self) -> CurvePoint | Trained | Scored | Merged | Failed | None:
         """What the line says."""
-        return self.point or self.trained or self.scored or self.failed
+        return self.point or self.trained or self.scored or self.merged or self.failed
 
 
 class Reporter:
@@ -44,13 +45,15 @@ class Reporter:
         """Send one point of the learning curve."""
         self._send(Line(point=point))
 
-    def result(self, result: Trained | Scored | Failed) -> None:
+    def result(self, result: Trained | Scored | Merged | Failed) -> None:
         """Send how the job ended; the last thing that it says."""
         match result:
             case Trained():
                 self._send(Line(trained=result))
             case Scored():
                 self._send(Line(scored=result))
+            case Merged():
+                self._send(Line(merged=result))
             case Failed():
                 self._send(Line(failed=result))
 

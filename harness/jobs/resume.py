@@ -25,6 +25,7 @@ class Resume:
     """Everything that the rest of the training depends on; the loader's place follows from the timer's steps."""
 
     model: dict[str, torch.Tensor]
+    """The weights that are trained; what is frozen, the job builds again."""
     optimizer: dict[str, Any]
     timer: dict[str, Any]
     points: int
@@ -45,7 +46,7 @@ def save(
     """Replace the job's resume file by the state of this moment, between two steps."""
     state = {
         "identity": _identity(job),
-        "model": model.state_dict(),
+        "model": _trained(model),
         "optimizer": optimizer.state_dict(),
         "timer": timer.state(),
         "points": points,
@@ -79,13 +80,26 @@ def load(job: TrainJob) -> Resume | None:
     return Resume(**{field.name: state[field.name] for field in fields(Resume)})
 
 
+def restore(model: torch.nn.Module, trained: dict[str, torch.Tensor]) -> None:
+    """Put the trained weights back."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            parameters[name].copy_(tensor)
+
+
 def clear(job: TrainJob) -> None:
     """Remove the file of a job whose model is saved."""
     (job.folder / _FILE).unlink(missing_ok=True)
 
 
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def _identity(job: TrainJob) -> str:
-    return f"{job.config.digest} seed {job.seed} budget {job.budget}"
+    start = "" if job.start is None else f" from {job.start}"
+    return f"{job.config.digest} seed {job.seed} budget {job.budget}{start}"
 
 
 def _sync_folder(folder: Path) -> None:

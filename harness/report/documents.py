@@ -12,6 +12,7 @@ from typing import Any
 from harness.ablation import Step
 from harness.config import Value, difference, flatten
 from harness.errors import BadInput
+from harness.memory import Held
 from harness.records import CurvePoint, Past, Standing, Trial
 from harness.report import words
 from harness.report.summary import Facts, ablated, level
@@ -66,6 +67,26 @@ def trial(found: Trial) -> dict[str, Any]:
         else:
             document[field.name] = item
     return document
+
+
+def memory(found: Trial, held: Held | None) -> dict[str, Any]:
+    """Return what the trial was expected to hold in memory, in parts, and how far off that was."""
+    if held is None:
+        return {"memory": None}
+    estimate, peak, expected = held.estimate, found.peak_memory_bytes, held.expected_peak_bytes
+    return {
+        "memory": {
+            "estimated_bytes": estimate.total_bytes,
+            "moment": estimate.moment,
+            "parts": [part._asdict() for part in estimate.parts],
+            "host_bytes": estimate.host_bytes,
+            "correction": held.correction.ratio,
+            "correction_trials": held.correction.trials,
+            "expected_peak_bytes": expected,
+            "observed_peak_bytes": peak,
+            "relative_error": None if peak is None else expected / peak - 1,
+        }
+    }
 
 
 def lineage(facts: Facts) -> list[dict[str, Any]]:

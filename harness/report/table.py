@@ -10,6 +10,7 @@ from rich.text import Text
 
 from harness.ablation import Step
 from harness.config import TrialConfig, flatten
+from harness.memory import Held
 from harness.records import Past, Standing, Trial, TrialState
 from harness.report import sources, words
 from harness.report.documents import Comparison
@@ -217,7 +218,7 @@ def total_changes(baseline: Standing, best: Standing) -> dict[str, tuple[str, st
     }
 
 
-def trial(found: Trial, sensors: Sensed) -> RenderableType:
+def trial(found: Trial, sensors: Sensed, held: Held | None = None) -> RenderableType:
     """Return one trial: what ran, how it ended, its curve and its config."""
     table = _pairs()
     table.add_row("trial", f"{found.id}: {words.purpose(found)}, seed {found.seed}, budget {found.budget}")
@@ -233,10 +234,36 @@ def trial(found: Trial, sensors: Sensed) -> RenderableType:
         numbers = ", ".join(f"{number:.0f} {unit}" for unit, number in said.items() if number is not None)
         table.add_row("sensors", f"{numbers} near the end of training")
     parts: list[RenderableType] = [table]
+    if held is not None:
+        parts += ["", Text("Memory, estimated", style="bold"), _memory(found, held)]
     if found.curve:
         parts += ["", Text("Learning curve", style="bold"), _curve(found)]
     parts += ["", Text("Config", style="bold"), _config(found.config)]
     return Group(*parts)
+
+
+def _memory(found: Trial, held: Held) -> Table:
+    """Return what the trial was expected to hold, in parts, beside what it held."""
+    estimate, peak, expected = held.estimate, found.peak_memory_bytes, held.expected_peak_bytes
+    table = _rows("part", "MiB", "counted", right=("MiB",))
+    for part in sorted(estimate.parts, key=lambda part: -part.size_bytes):
+        table.add_row(part.name, _mebibytes(part.size_bytes), part.what)
+    table.add_row("together", _mebibytes(estimate.total_bytes), f"at its fullest, the {estimate.moment}")
+    if estimate.host_bytes:
+        table.add_row("on the host", _mebibytes(estimate.host_bytes), "paged states of the optimizer")
+    learned = held.correction
+    said = (
+        f"× {learned.ratio:.2f}, the median of {words.count(learned.trials, 'other trial')}" if learned.trials else ""
+    )
+    table.add_row("expected peak", _mebibytes(expected), said or "of what a job itself can see")
+    if peak is not None:
+        error = expected / peak - 1
+        table.add_row("observed peak", _mebibytes(peak), f"the estimate is off by {error:+.0%}")
+    return table
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f}"
 
 
 def _amounts(found: Trial) -> dict[str, str]:

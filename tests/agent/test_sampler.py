@@ -29,7 +29,7 @@ from harness.records import Proposal, TrialState
 POLICY = Policy.load(find_policy("demo"), ["text", "code"])
 BASE = POLICY.baseline({})
 REQUEST = {
-    "knobs": [{"name": "x", "kind": "float", "when": {}}, {"name": "y", "kind": "float", "when": {}}],
+    "knobs": [{"name": name, "kind": "float", "when": {}, "default": 0.5} for name in ("x", "y")],
     "observed": [
         {"values": {"x": x / 4, "y": y / 2}, "score": (x / 4 - 0.7) ** 2 + (y / 2 - 0.5) ** 2}
         for x in range(5)

@@ -21,6 +21,9 @@ def make_split(tmp_path: Path) -> MakeSplit:
         byte_counts: Sequence[int] | None = None,
         source_ids: Sequence[int] | None = None,
         sources: tuple[str, ...] = ("one",),
+        marks: Sequence[Sequence[int]] | None = None,
+        pairs: bool = False,
+        general: tuple[str, ...] = (),
     ) -> EncodedSplit:
         nonlocal made
         made += 1
@@ -32,6 +35,9 @@ def make_split(tmp_path: Path) -> MakeSplit:
             sources=sources,
             separator=separator,
             vocabulary=vocabulary,
+            marks=marks,
+            pairs=pairs,
+            general=general,
         )
 
     return make

@@ -53,13 +53,17 @@ def small() -> Logits:
     return logits_of
 
 
-def by_hand(logits_of: Logits, documents: list[list[int]], context: int, stride: int) -> list[float]:
+def by_hand(
+    logits_of: Logits, documents: list[list[int]], context: int, stride: int, marks: list[list[int]] | None = None
+) -> list[float]:
     """Return nats per document, one token at a time: the context is cut where the definition says, nothing batched."""
     nats = []
-    for document in documents:
+    for number, document in enumerate(documents):
         tokens = [0, *document]
         total = 0.0
         for target in range(1, len(tokens)):
+            if marks is not None and marks[number][target - 1] != 1:
+                continue
             if target <= context:
                 begin = 0
             else:
@@ -299,3 +303,116 @@ def test_scoring_changes_nothing_in_training(make_split: MakeSplit) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     weight[torch.tensor([1])].sum().backward()
     assert weight.grad is not None
+
+
+MARKS = [[0, 1, 1], [0] * 7 + [1], [1] * 4 + [0] * 20 + [2] + [0] * 10 + [1, 1, 0, 1, 2], [1], [0, 1, 2] * 5 + [0, 1]]
+MARKED_DOCUMENTS = DOCUMENTS[:5]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
+    """Documents and marks, at least one answer token in each."""
+    documents, marks = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(1, 40))
+        documents.append(draw(st.lists(st.integers(1, VOCABULARY - 1), min_size=length, max_size=length)))
+        mark = draw(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=length, max_size=length))
+        mark[draw(st.integers(0, length - 1))] = 1
+        marks.append(mark)
+    return documents, marks
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(made=conversations(), context=st.integers(2, 16), data=st.data(), micro_batch=st.integers(1, 9))
+def test_only_answers_are_scored_each_token_once(
+    make_split: MakeSplit,
+    small: Logits,
+    made: tuple[list[list[int]], list[list[int]]],
+    context: int,
+    data: st.DataObject,
+    micro_batch: int,
+) -> None:
+    """Against one forward pass per answer token, for any marks, window, stride and micro-batch."""
+    stride = data.draw(st.integers(1, context))
+    documents, marks = made
+    split = make_split(documents, marks=marks, vocabulary=VOCABULARY)
+    result = score(small, split, context=context, stride=stride, micro_batch=micro_batch)
+    expected = by_hand(small, documents, context, stride, marks)
+    assert result.document_nats == pytest.approx(expected, rel=1e-5)
+    assert result.nats == pytest.approx(sum(expected), rel=1e-6)
+    assert result.tokens == sum(mark.count(1) for mark in marks)
+    assert result.bytes == sum(3 * len(document) for document in documents)
+
+
+def test_a_document_within_the_context_is_one_forward_pass(make_split: MakeSplit, small: Logits) -> None:
+    """Its answers have the nats of the whole document run once, by itself, without windows or padding."""
+    split = make_split(MARKED_DOCUMENTS, marks=MARKS, vocabulary=VOCABULARY)
+    result = score(small, split, context=64, stride=64)
+    for index, (document, marks) in enumerate(zip(MARKED_DOCUMENTS, MARKS, strict=True)):
+        log_p_tv = torch.log_softmax(small(torch.tensor([[0, *document[:-1]]]))[0].double(), dim=-1)
+        token_nats = -log_p_tv[torch.arange(len(document)), torch.tensor(document)]
+        assert result.document_nats[index] == pytest.approx(float(token_nats[torch.tensor(marks) == 1].sum()), rel=1e-6)
+
+
+def test_scores_of_answers_do_not_depend_on_the_micro_batch(make_split: MakeSplit, small: Logits) -> None:
+    """Micro-batches 1 to 8 give the same bits per byte to 1e-6."""
+    split = make_split(MARKED_DOCUMENTS, marks=MARKS, vocabulary=VOCABULARY)
+    scores = [score(small, split, micro_batch=micro_batch).bits_per_byte for micro_batch in (1, 2, 3, 8)]
+    assert max(scores) - min(scores) < 1e-6
+
+
+def test_windows_without_an_answer_are_not_run(make_split: MakeSplit) -> None:
+    """Of a conversation of 1,000 tokens with one answer token, only the window that holds it goes through the model."""
+    seen: list[tuple[int, ...]] = []
+
+    def logits_of(tokens_bt: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(tokens_bt.shape))
+        return uniform(tokens_bt)
+
+    marks = [0] * 1000
+    marks[501] = 1
+    split = make_split([[1] * 1000], marks=[marks], vocabulary=VOCABULARY)
+    result = score(logits_of, split, context=8, stride=4, probes=False)
+    assert len(seen) == 1
+    assert seen[0][0] == 1
+    assert result.tokens == 1
+    assert result.nats == pytest.approx(math.log(VOCABULARY))
+
+
+@pytest.mark.parametrize("reach", [1, 2])
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_a_leak_in_conversations_is_refused(make_split: MakeSplit, small: Logits, reach: int, micro_batch: int) -> None:
+    """The probes look at marked splits as at any other."""
+    split = make_split(MARKED_DOCUMENTS, marks=MARKS, vocabulary=VOCABULARY)
+    with pytest.raises(EvaluationRefused, match="depend on later tokens"):
+        score(peeking(small, reach), split, micro_batch=micro_batch)
+
+
+def test_a_leak_at_evaluated_shapes_of_answers_only_is_refused(make_split: MakeSplit, small: Logits) -> None:
+    """The scored answers themselves are scored again, with the later tokens cut off."""
+    split = make_split(MARKED_DOCUMENTS * 2, marks=MARKS * 2, vocabulary=VOCABULARY)
+    sly = peeking(small, 1, share=1.0)
+    with pytest.raises(EvaluationRefused, match="alone, with the later tokens cut off"):
+        score(lambda x: sly(x) if x.shape[0] == 1 else small(x), split, micro_batch=1)
+
+
+def test_a_bad_logit_where_nothing_is_scored_changes_nothing(make_split: MakeSplit, small: Logits) -> None:
+    """What the model says after a prompt's token is not looked at when learning curves are drawn."""
+    split = make_split([[1, 2, 3, 4]], marks=[[0, 0, 1, 1]], vocabulary=VOCABULARY)
+
+    def logits_of(tokens_bt: torch.Tensor) -> torch.Tensor:
+        logits_btv = small(tokens_bt)
+        logits_btv[:, 0] = math.nan
+        return logits_btv
+
+    assert score(logits_of, split, probes=False).nats == pytest.approx(score(small, split).nats)
+
+
+def test_a_large_vocabulary_is_widened_in_parts(
+    make_split: MakeSplit, small: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three positions at a time: the same nats to the last bit."""
+    split = make_split(DOCUMENTS, vocabulary=VOCABULARY)
+    whole = score(small, split).document_nats.tolist()
+    monkeypatch.setattr("frozen.evaluate._SOFTMAX_ELEMENTS", 3 * VOCABULARY)
+    assert score(small, split).document_nats.tolist() == whole

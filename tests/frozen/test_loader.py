@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,19 @@ def test_the_stream_only_goes_forward(make_split: MakeSplit) -> None:
     """A negative skip is refused."""
     with pytest.raises(ValueError, match="-1 batches"):
         batches(make_split(numbered([5]))).skip(-1)
+
+
+def test_splits_made_before_there_were_marks_are_read(tmp_path: Path) -> None:
+    """The four arrays and three facts of the first format load as plain text, and stream as they did."""
+    arrays = {
+        "tokens": np.array([1, 1, 2, 3, 3, 3], dtype=np.uint16),
+        "offsets": np.array([0, 2, 3, 6], dtype=np.int64),
+        "bytes": np.array([4, 2, 6], dtype=np.int64),
+        "source_ids": np.zeros(3, dtype=np.int16),
+    }
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    (tmp_path / "split.json").write_text('{"separator": 0, "vocabulary": 10, "sources": ["one"]}')
+    split = EncodedSplit.load(tmp_path)
+    assert (split.marks, split.pairs, split.general) == (None, False, ())
+    assert sorted(documents_of(stream(batches(split), 9))) == [[1, 1], [2], [3, 3, 3]]

@@ -1,13 +1,15 @@
+import itertools
 import json
 import math
 import string
+import typing
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frozen.timer import Budget, BudgetTooSmall, Timer
+from frozen.timer import Budget, BudgetTooSmall, Kind, Timer
 
 
 class Clock:
@@ -293,3 +295,23 @@ def test_a_timer_refuses_the_state_of_another_budget(clock: Clock) -> None:
     state = Timer(Budget.parse("10s"), clock=clock, flops_per_token=1).state()
     with pytest.raises(ValueError, match=r"10s, this one has 20s"):
         Timer(Budget.parse("20s"), clock=clock, flops_per_token=1).restore(state)
+
+
+@given(
+    steps=st.lists(st.integers(100, 1000), min_size=1, max_size=20),
+    amount=st.integers(5001, 20_000),
+    kind=st.sampled_from(typing.get_args(Kind)[1:]),
+)
+def test_steps_of_different_sizes_spend_their_own_tokens(steps: list[int], amount: int, kind: Kind) -> None:
+    """Padded rows: what is spent is what was booked, and the end lies within the largest step of the budget."""
+    clock = Clock()
+    factor = 6 if kind == "flops" else 1
+    timer = Timer(Budget(kind, float(amount * factor)), clock=clock, flops_per_token=6, tokens_per_step=None)
+    sizes, booked = itertools.cycle(steps), 0
+    while timer.may_begin_step():
+        assert 0 <= timer.midpoint <= 1
+        size = next(sizes)
+        step(timer, clock, tokens=size)
+        booked += size
+        assert timer.spent == factor * booked
+    assert -max(steps) < amount - booked < max(steps) / 2

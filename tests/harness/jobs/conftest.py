@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
-from frozen.tokens import write_split
-from harness.config import TrialConfig, apply
-from harness.jobs.job import EvalSettings, ScoreJob, TrainJob
+from frozen.tokens import ANSWER, CONTEXT, END, write_split
+from harness.config import Task, TrialConfig, Value, apply, flatten, unflatten
+from harness.jobs.job import EvalSettings, MergeJob, ScoreJob, TrainJob
+from tests import standin
 from tests.samples import BASE
 
 VOCABULARY = 64
@@ -91,6 +93,150 @@ def score_job(config: TrialConfig, data: Path, train_job: TrainJob) -> ScoreJob:
         device="cpu",
         threads=1,
     )
+
+
+# --- base models ------------------------------------------------------------------------------------------------------
+
+
+TUNED: dict[str, Value] = {
+    **{name: value for name, value in flatten(BASE).items() if not name.startswith("model.")},
+    "optim.learning_rate": 3e-3,
+    "optim.weight_decay": 0.01,
+    "batch.per_device": 2,
+    "batch.accumulation": 2,
+    "batch.sequence_length": 48,
+}
+ADAPTER: dict[str, Value] = {
+    "method": "lora",
+    "adapter.rank": 4,
+    "adapter.alpha_ratio": 2.0,
+    "adapter.dropout": 0.1,
+    "adapter.targets": "attention_mlp",
+}
+PREFERENCE: dict[str, Value] = {"preference.beta": 0.2, "preference.loss": "sigmoid"}
+
+
+def tuned(task: Task = "continue", method: str = "lora", diff: Mapping[str, Value] | None = None) -> TrialConfig:
+    """Return a config for a base model."""
+    adapter = ADAPTER if method == "lora" else {}
+    preference = PREFERENCE if task == "dpo" else {}
+    return unflatten({**TUNED, **adapter, **preference, **(diff or {})})
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function from kind and tying to a prepared base model."""
+    root = tmp_path_factory.mktemp("bases")
+
+    def find(kind: Literal["llama", "gpt2"] = "llama", tied: bool = True) -> Path:
+        folder = root / f"{kind}-{tied}"
+        if not folder.exists():
+            standin.prepare(standin.make_base(folder, kind=kind, tied=tied))
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with train, probe and val of each task: a good answer counts on from its prompt, a bad one leaps."""
+    root = tmp_path_factory.mktemp("material")
+    standin.make_tokenizer(root / "tokenizer")
+    for task in ("continue", "sft", "dpo"):
+        for seed, (name, rows) in enumerate({"train": 40, "probe": 4, "val": 6}.items()):
+            rng = np.random.default_rng(seed)
+            documents, marks = [], []
+            for _ in range(rows):
+                start, length = int(rng.integers(3, 300)), int(rng.integers(2, 14))
+                prompt = np.full(int(rng.integers(1, 9)), start)
+                good = np.concatenate([prompt, start + np.arange(1, 1 + length), [2]])
+                bad = np.concatenate([prompt, rng.integers(320, 384, size=length), [2]])
+                mark = np.array([CONTEXT] * len(prompt) + [ANSWER] * length + [END])
+                documents += [good, bad] if task == "dpo" else [good]
+                marks += [mark, mark] if task == "dpo" else [mark]
+            write_split(
+                root / task / name,
+                documents=documents,
+                byte_counts=[3 * len(document) for document in documents],
+                source_ids=[0] * len(documents),
+                sources=("synthetic",),
+                separator=0,
+                vocabulary=standin.VOCABULARY,
+                marks=None if task == "continue" else marks,
+                pairs=task == "dpo",
+            )
+    return root
+
+
+@pytest.fixture
+def tune(bases: Callable[..., Path], material: Path, tmp_path: Path) -> Callable[..., TrainJob]:
+    """Return a function that makes orders to train a base model for some steps."""
+
+    def order(
+        task: Task = "continue",
+        method: str = "lora",
+        diff: Mapping[str, Value] | None = None,
+        *,
+        kind: str = "llama",
+        tied: bool = True,
+        name: str = "trial",
+        **changes: object,
+    ) -> TrainJob:
+        base = bases(kind, tied)
+        (tmp_path / name).mkdir()
+        job = TrainJob(
+            task=task,
+            config=tuned(task, method, diff),
+            base=base,
+            seed=1,
+            budget="1200tok",
+            train=material / task / "train",
+            probe=material / task / "probe",
+            tokenizer=material / "tokenizer",
+            folder=tmp_path / name,
+            evaluation=EVALUATION,
+            probe_points=2,
+            device="cpu",
+            threads=1,
+        )
+        return job.model_copy(update=changes)
+
+    return order
+
+
+def score_of(job: TrainJob, *, untouched: bool = False) -> ScoreJob:
+    """Return the order to score what a training order leaves, or its base."""
+    return ScoreJob(
+        task=job.task,
+        config=job.config,
+        base=job.base,
+        weights=None if untouched else job.folder / "model",
+        split=job.train.with_name("val"),
+        tokenizer=job.tokenizer,
+        evaluation=job.evaluation,
+        device="cpu",
+        threads=1,
+    )
+
+
+def merge_of(job: TrainJob, folder: Path) -> MergeJob:
+    """Return the order to merge what a training order leaves."""
+    assert job.base is not None
+    folder.mkdir(exist_ok=True)
+    return MergeJob(
+        config=job.config,
+        base=job.base,
+        weights=job.folder / "model",
+        split=job.train.with_name("val"),
+        tokenizer=job.tokenizer,
+        folder=folder,
+        evaluation=job.evaluation,
+        device="cpu",
+        threads=1,
+    )
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

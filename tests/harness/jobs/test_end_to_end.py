@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,8 @@ from frozen.tokens import EncodedSplit, train_tokenizer
 from harness.config import apply
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.launch import Launcher
-from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
+from harness.records import CurvePoint, Failed, Merged, Scored, Trained, TrialState
+from tests.harness.jobs.conftest import merge_of, score_of
 
 pytestmark = pytest.mark.process
 
@@ -106,3 +107,28 @@ def test_divergence_in_a_child(launcher: Launcher, train_job: TrainJob) -> None:
     assert isinstance(result, Failed)
     assert result.state is TrialState.DIVERGED
     assert result.wall_seconds is not None
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "quantization"),
+    [("sft", "lora", "nf4"), ("dpo", "lora", "none"), ("dpo", "full", "none"), ("continue", "full", "none")],
+)
+def test_walk_of_a_base_model(
+    launcher: Launcher, tune: Callable[..., TrainJob], tmp_path: Path, task: str, method: str, quantization: str
+) -> None:
+    """Within the sandbox a base model is trained, scored against itself and merged; the nursery stays as it was."""
+    job = tune(task, method, {"quantization": quantization, "optim.learning_rate": 2e-2}, budget="2000tok")
+    log = job.folder.with_suffix(".log")
+    trained(launcher, job)
+    before, after = (
+        launcher.run(score_of(job, untouched=untouched), log=log, deadline_seconds=300) for untouched in (True, False)
+    )
+    assert isinstance(before, Scored), log.read_text()
+    assert isinstance(after, Scored), log.read_text()
+    assert after.nats != before.nats
+    if method == "lora":
+        result = launcher.run(merge_of(job, tmp_path / "merged"), log=log, deadline_seconds=300)
+        assert isinstance(result, Merged), log.read_text()
+        assert (tmp_path / "merged" / "model" / "model.safetensors").is_file()
+        assert (abs(result.difference) < 1e-4) == (quantization == "none")
+    assert len(list(Path(f"/proc/{launcher.nursery_pid}/task").iterdir())) == 1

@@ -12,9 +12,10 @@ from frozen.tokens import EncodedSplit
 from harness.config import Value, apply
 from harness.jobs.job import ScoreJob, TrainJob
 from harness.jobs.model import WEIGHTS_FILE, build_model
+from harness.jobs.optimizers import make_optimizer
 from harness.jobs.schedule import rate_factor
 from harness.jobs.score import score
-from harness.jobs.train import _optimizer, _Training, train
+from harness.jobs.train import Training, train
 from harness.records import AbortIf, CurvePoint, Failed, Scored, Trained, TrialState
 
 pytestmark = pytest.mark.process
@@ -34,7 +35,7 @@ def by_hand(job: TrainJob, steps: int) -> dict[str, torch.Tensor]:
     config, split = job.config, EncodedSplit.load(job.train)
     torch.manual_seed(job.seed)
     model = build_model(config, split.vocabulary, split.separator).train()
-    optimizer = _optimizer(config, model)
+    optimizer = make_optimizer(config, model, torch.device("cpu"))
     shape = config.batch
     batches = Batches(
         split,
@@ -146,7 +147,7 @@ def test_warm_up_changes_nothing(train_job: TrainJob) -> None:
     job = turned(train_job, {}, budget="60s", warmup_cap_seconds=0.0)
     timer = Timer(Budget.parse(job.budget), flops_per_token=1.0)
     split = EncodedSplit.load(job.train)
-    training = _Training(job, split, timer, torch.device("cpu"), lambda point: None)
+    training = Training(job, split, timer, torch.device("cpu"), lambda point: None)
     after = torch.get_rng_state()
     torch.manual_seed(job.seed)
     fresh = build_model(job.config, split.vocabulary, split.separator)

@@ -13,7 +13,7 @@ import pytest
 from agent.briefing import brief
 from frozen.timer import Budget
 from harness import cli, origin
-from harness.config import Value, apply, flatten
+from harness.config import Value, apply, told
 from harness.history import history_of
 from harness.noise import smallest_provable
 from harness.records import Proposal, ProposalState, Role
@@ -94,7 +94,7 @@ def test_the_command_prints_the_proposers_briefing(won: Any, capsys: pytest.Capt
     assert cli.main(["briefing", str(root)]) == 0
     said = capsys.readouterr().out
     assert said == brief(history_of(won.study, won.reader))
-    assert all(name in said for name in flatten(won.study.baseline))
+    assert all(name in said for name in told(won.study.baseline))
     assert sorted(path.relative_to(root) for path in root.rglob("*")) == before
 
 
