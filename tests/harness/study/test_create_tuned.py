@@ -14,12 +14,13 @@ import pytest
 from frozen.tokens import EncodedSplit
 from harness import base as bases
 from harness import cli, demomodel, hub, origin, request
-from harness.config import flatten
+from harness.config import TrialConfig, flatten
 from harness.errors import BadInput, OvernightError
 from harness.expectations import expectations
 from harness.jobs.convert import convert
 from harness.limits import Limits
 from harness.queries import Reader
+from harness.records import Proposal
 from harness.setup import create
 from harness.study import Study, load
 from harness.studyfile import Agent, StudyFile
@@ -217,6 +218,19 @@ def test_unpacked_rows_are_refused_only_where_it_is_certain() -> None:
     assert make("unpacked", budget="1000tok", baseline=unpacked).baseline.batch.packing is False
     with pytest.raises(BadInput, match="one optimizer step takes 2 sequences × 1 passes × 2 tokens"):
         make("hardly", budget="70tok", baseline=unpacked)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_proposal_may_not_outgrow_the_positions_of_the_base() -> None:
+    """A policy's range may be wider than what one base model can take; that costs a refusal and no trial."""
+    study = make()
+    asked = {"budget": study.budget, "vocabulary": study.vocabulary, "base": study.base}
+    for length, fits in ((128, True), (1024, False)):
+        diff = {"batch.sequence_length": length}
+        proposal = Proposal(diff=diff, source="human", rationale="longer", watch="loss")
+        verdict = study.policy.admit(proposal, study.baseline, **asked)
+        assert isinstance(verdict, TrialConfig) is fits
+        assert fits or "longer than the 512 tokens that base has positions for" in str(verdict)
 
 
 @pytest.mark.usefixtures("place")
