@@ -326,7 +326,7 @@ def _new_report(inputs: _Inputs, material: _Material, writer: encoding.Writer, c
         "separator": {
             "token": separator,
             "text": writer.encoder.name(separator),
-            "of every conversation": common is not None,
+            "of_every_conversation": common is not None,
         },
         "template": template,
         "sources": {
