@@ -1,7 +1,8 @@
 """What a learning curve shows, in the terms of an engineer; what to do about it is decided in `agent.rules`.
 
 Train loss is counted in nats per token and the probe in bits per byte. A scored trial gives the exchange rate away, its
-score in bits per byte and its perplexity per token being the same nats: so the gap between the two can be told.
+score in bits per byte and its perplexity per token being the same nats: so the gap between the two can be told. Of
+preference pairs it cannot: a training loss under another beta is no other unit of the score.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Signals:
     clipped_share: float | None = None
     """Share of the points at which the gradient was above the clip."""
     probes: tuple[float | None, ...] = field(default=(None,) * len(LOOKS))
-    """Probe bits per byte at the last point up to each of `LOOKS`."""
+    """Score of the probe at the last point up to each of `LOOKS`."""
 
     @property
     def flat(self) -> bool | None:

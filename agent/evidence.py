@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from agent.curves import Signals, signals_of
 from agent.space import searched, trials
 from harness.config import TrialConfig, Value, difference
-from harness.records import FAILURES, Decision, History, Past, Trial, TrialState
+from harness.records import BREAKS_GUARD, FAILURES, Decision, History, Past, Trial, TrialState
 
 PLATEAU = 12
 """Decided proposals in a row without a kept one that count as a plateau. While one in five is kept, as early in a
@@ -28,9 +28,12 @@ class Effect:
     failure: TrialState | None
     """How all of its trials failed, the last one's state; None if one was scored or none has ended."""
     change: float | None
-    """Score minus its parent's: the judge's estimate where there is one, else the screening run's."""
+    """Score minus its parent's: the judge's estimate where there is one, else the screening run's. None for a config
+    that breaks the guard: what it gained is no direction to go on in."""
     pending: bool
     kept: bool
+    breaks_guard: bool = False
+    """Whether it was turned down for what it forgot, however good its score."""
 
 
 def effects(history: History) -> list[Effect]:
@@ -39,8 +42,21 @@ def effects(history: History) -> list[Effect]:
     return [_effect(past, past.config, parents) for past in history.past if past.config is not None]
 
 
+def breaks_guard(past: Past) -> bool:
+    """Tell whether a proposal was turned down for the guard set."""
+    return past.verdict is not None and past.verdict.reason.startswith(BREAKS_GUARD)
+
+
+def forgetful(history: History) -> dict[str, TrialConfig]:
+    """Return the configs, by digest, that were turned down for the guard set: as worthless as those that failed."""
+    return {past.config.digest: past.config for past in history.past if past.config is not None and breaks_guard(past)}
+
+
 def scores(history: History) -> dict[str, list[float]]:
-    """Return the scores of each config by its digest, one for every seed; only of the machine's current epoch."""
+    """Return the scores of each config by its digest, one for every seed; only of the machine's current epoch.
+
+    Those that break the guard are left out: their scores are bought with what the base model could do.
+    """
     epoch = max((trial.epoch for trial in trials(history)), default=0)
     found: dict[str, dict[int, float]] = {}
     for trial in trials(history):
@@ -49,17 +65,21 @@ def scores(history: History) -> dict[str, list[float]]:
     standings = [*history.lineage, *(s for s in (history.baseline, history.incumbent) if s is not None)]
     for standing in standings:
         found.setdefault(standing.config.digest, {}).update(standing.scores)
-    return {digest: list(values.values()) for digest, values in found.items() if values}
+    worthless = forgetful(history)
+    return {digest: list(values.values()) for digest, values in found.items() if values and digest not in worthless}
 
 
 def failures(history: History) -> dict[str, tuple[TrialConfig, TrialState]]:
-    """Return the configs, by digest, that were never scored and failed of their own doing, with how they failed."""
+    """Return the configs, by digest, that were never scored and failed of their own doing, with how they failed.
+
+    With them those that break the guard: these are ``scored``, and still not worth trying again.
+    """
     scored = {trial.config.digest for trial in trials(history) if trial.score is not None}
     return {
         trial.config.digest: (trial.config, trial.state)
         for trial in trials(history)
         if trial.state in FAILURES and trial.config.digest not in scored
-    }
+    } | {digest: (config, TrialState.SCORED) for digest, config in forgetful(history).items()}
 
 
 def plateaued(history: History) -> bool:
@@ -94,9 +114,10 @@ def _effect(past: Past, config: TrialConfig, parents: Mapping[int, float | None]
         diff=past.proposal.diff,
         config=config,
         failure=ended[-1].state if failed else None,
-        change=_change(past, parents),
+        change=None if breaks_guard(past) else _change(past, parents),
         pending=past.verdict is None,
         kept=past.verdict is not None and past.verdict.decision is Decision.KEPT,
+        breaks_guard=breaks_guard(past),
     )
 
 

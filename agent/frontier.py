@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from harness.memory import Gauge
 from harness.records import FAILURES, Trial, TrialState
 
 MOST_POINTS = 4
@@ -19,9 +20,14 @@ class Load:
     pass_tokens: int
     """Of one forward pass: sequences per device times their length. What activations grow with."""
     parameters: int | None
+    held_bytes: int | None = None
+    """What the config holds by its estimate; asked for base models, where tokens and parameters do not tell (adapters,
+    4 bits, checkpointing)."""
 
     def within(self, other: Load) -> bool:
         """Tell whether this asks for no more than the other in every respect that is known of both."""
+        if self.held_bytes is not None and other.held_bytes is not None:
+            return self.held_bytes <= other.held_bytes
         if self.parameters is None or other.parameters is None:
             return self.trial.config.model == other.trial.config.model and self.pass_tokens <= other.pass_tokens
         return self.pass_tokens <= other.pass_tokens and self.parameters <= other.parameters
@@ -38,10 +44,13 @@ class Frontier:
     failures: int
 
 
-def frontier(trials: Sequence[Trial], vocabulary: int | None) -> Frontier:
-    """Return the edge of the memory; ``vocabulary`` gives the parameters of models that never finished."""
-    failed = _loads(trials, vocabulary, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
-    fit = _loads(trials, vocabulary, lambda trial: trial.score is not None)
+def frontier(trials: Sequence[Trial], vocabulary: int | None, gauge: Gauge | None = None) -> Frontier:
+    """Return the edge of the memory; ``vocabulary`` gives the parameters of models that never finished.
+
+    A ``gauge`` orders configs by what they hold, and then the edge is one config on each side, or a few where it errs.
+    """
+    failed = _loads(trials, vocabulary, gauge, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
+    fit = _loads(trials, vocabulary, gauge, lambda trial: trial.score is not None)
     return Frontier(
         failed=_edge(sorted(failed, key=_weight), lambda one, other: other.within(one)),
         fit=_edge(sorted(fit, key=_weight, reverse=True), lambda one, other: one.within(other)),
@@ -58,7 +67,9 @@ def other_failures(trials: Sequence[Trial]) -> dict[TrialState, list[Trial]]:
     return found
 
 
-def _loads(trials: Sequence[Trial], vocabulary: int | None, chosen: Callable[[Trial], bool]) -> list[Load]:
+def _loads(
+    trials: Sequence[Trial], vocabulary: int | None, gauge: Gauge | None, chosen: Callable[[Trial], bool]
+) -> list[Load]:
     """Return the load of each config once: that of its first trial."""
     found: dict[tuple[object, int], Load] = {}
     for trial in trials:
@@ -66,12 +77,14 @@ def _loads(trials: Sequence[Trial], vocabulary: int | None, chosen: Callable[[Tr
             batch, model = trial.config.batch, trial.config.model
             tokens = batch.per_device * batch.sequence_length
             known = trial.parameters if vocabulary is None or model is None else model.parameters(vocabulary)
-            found.setdefault((model, tokens), Load(trial, tokens, known))
+            held = None if gauge is None else gauge.estimate(trial.config).total_bytes
+            found.setdefault((model if held is None else held, tokens), Load(trial, tokens, known, held))
     return list(found.values())
 
 
 def _weight(load: Load) -> tuple[int, int, int]:
-    return ((load.parameters or 0) * load.pass_tokens, load.pass_tokens, load.trial.id)
+    size = (load.parameters or 0) * load.pass_tokens if load.held_bytes is None else load.held_bytes
+    return (size, load.pass_tokens, load.trial.id)
 
 
 def _edge(ordered: Sequence[Load], superfluous: Callable[[Load, Load], bool]) -> tuple[Load, ...]:

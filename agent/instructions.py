@@ -27,6 +27,10 @@ briefing lists, within their bounds, and nothing else: not the seed, the data, t
   runs decide; the screening run that selected it does not count. So a lucky run wins nothing, and a real gain well
   above the noise is found.
 - Kept: it becomes the incumbent, and its checkpoint the best one. Discarded or inconclusive: the incumbent stays.
+- Where a base model is trained further, its score before any training is in the briefing: a config that does not beat
+  it harms. Where the briefing names a guard set (general text), a config that is worse on it than the untouched base by
+  more than is allowed is never kept, however good its score: gentler rates, adapters of a smaller rank and a share of
+  general text forget less.
 - A trial that runs out of memory, diverges or crashes has no score. It costs a slot and tells where the edge is; read
   the failures before you go near it again.
 - A proposal is turned away without a run if its config was tried before, if it changes nothing, if a value is out of
@@ -48,10 +52,10 @@ briefing lists, within their bounds, and nothing else: not the seed, the data, t
 - It says in "watch" which number or curve would show, early or late, whether the mechanism is at work.
 - It starts from the incumbent ("parent" null), unless the idea belongs on another node of the lineage: then name that
   node's number, and know that it is still compared with the incumbent.
-- "abort_if" is optional: the screening run ends early if, once the share "after" of the budget is spent, the loss on
-  the probe split is above "probe_above", in bits per byte. Use it where the curves of past trials show what a hopeless
-  run looks like at that point, and leave a margin of several times the noise: a run that is stopped has no score. It is
-  there to save time, not to judge.
+- "abort_if" is optional: the screening run ends early if, once the share "after" of the budget is spent, the score on
+  the probe split is above "probe_above", in the study's metric. Use it where the curves of past trials show what a
+  hopeless run looks like at that point, and leave a margin of several times the noise: a run that is stopped has no
+  score. It is there to save time, not to judge.
 
 Several proposals of one answer are tried one after another, with proposals of others in between: make them differ in
 what they would teach, put the best first, and let none depend on another's result.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from agent.evidence import breaks_guard
 from agent.frontier import Load, frontier, other_failures
 from agent.importance import Importance, importances
-from agent.prose import changes, number, quoted, share, size, value, word
+from agent.prose import NOTHING, Figures, changes, number, quoted, share, size, value, word
 from agent.record import TURNED_AWAY, Prediction, calibration, name_of, records
-from agent.space import from_unit, to_unit
+from agent.space import from_unit, gauge_of, to_unit
 from agent.view import View, meaningful, node_name
 from harness.config import Knob, TrialConfig, Value
 from harness.errors import BadValue
@@ -82,7 +83,7 @@ def responses(view: View) -> list[str]:
 
 def failures(view: View) -> list[str]:
     """Return where the memory ends, which rates diverge, and what else went wrong."""
-    edge = frontier(view.trials, view.vocabulary)
+    edge = frontier(view.trials, view.vocabulary, None if view.history.base is None else gauge_of(view.history))
     lines: list[str] = []
     if edge.failures:
         lines.append(f"- Out of memory, {edge.failures}×; the smallest that failed: {_loads(edge.failed)}.")
@@ -97,7 +98,23 @@ def failures(view: View) -> list[str]:
             past = None if trial.proposal is None else pasts.get(trial.proposal)
             turned = "" if past is None else f" ({changes(past.proposal.diff, view.before(past))})"
             lines.append(f"  - {_whose(trial)}{turned}: {quoted(trial.error_text or 'no text')}")
-    return lines
+    return [*lines, *_forgetful(view)]
+
+
+def _forgetful(view: View) -> Iterator[str]:
+    """Yield the proposals that were turned down for the guard set, the newest first, with how far they went."""
+    guard = view.history.guard
+    broken = [past for past in reversed(view.history.past) if breaks_guard(past)]
+    if guard is None or not broken:
+        return
+    figures = Figures.of(guard.noise)
+    yield f"- Beyond the guard set's limit of {guard.max_regression:g}, {len(broken)}×. Newest:"
+    for past in broken[:FAILURES_EACH]:
+        runs = [trial for trial in past.trials if trial.guard_score is not None and trial.config == past.config]
+        fresh = [trial for trial in runs if trial.replicate > 0] or runs
+        scores = [trial.guard_score for trial in fresh if trial.guard_score is not None]
+        worse = figures.difference(sum(scores) / len(scores) - guard.reference) if scores else NOTHING
+        yield f"  - p{past.number} ({changes(past.proposal.diff, view.before(past))}): {worse} bits per byte"
 
 
 def _rates(view: View, diverged: Iterable[Trial]) -> str:
@@ -249,7 +266,8 @@ def _load(load: Load) -> str:
     parameters = "" if load.parameters is None else f", {load.parameters:,} parameters"
     shape = "" if model is None else f", depth {model.depth}, width {model.width}"
     peak = load.trial.peak_memory_bytes
-    memory = "" if peak is None else f", peak {size(peak)}"
+    memory = "" if load.held_bytes is None else f", about {size(load.held_bytes)} by estimate"
+    memory += "" if peak is None else f", peak {size(peak)}"
     return (
         f"{batch.per_device} × {batch.sequence_length} = {load.pass_tokens:,} tokens per pass"
         f" ({batch.tokens_per_step:,} per step){shape}{parameters}{memory}"

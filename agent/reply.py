@@ -80,7 +80,9 @@ def schema(knobs: Mapping[str, Knob], max_changes: int, most: int) -> dict[str, 
         value={"anyOf": [{"type": "number"}, {"type": "string", "maxLength": LONGEST_WORD}, {"type": "boolean"}]},
     )
     abort_if = _object(
-        probe_above=_described("number", "bits per byte of the probe split above which the screening run ends"),
+        probe_above=_described(
+            "number", "score of the probe split, in the study's metric, above which the screening run ends"
+        ),
         after=_described("number", "share of the budget from which on it is looked at, between 0 and 1"),
     )
     proposal = _object(

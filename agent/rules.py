@@ -3,8 +3,10 @@
 The order is that of what usually matters at a short, fixed budget: what failed is mended; the learning rate is swept by
 factors; then the number of steps (batch), the size of the model, the schedule, the optimizer's memory, clipping and
 regularisation, each in the direction that the incumbent's curve points to; then changes that looked good but could not
-be proven are joined; at last every knob is nudged up and down. No config is proposed twice, and every proposal says
-why, what to watch, and what it predicts.
+be proven are joined; at last every knob is nudged up and down. What is particular to a base model that is trained
+further (usual rates, forgetting, adapters, memory) is in `agent.tuning`.
+
+No config is proposed twice, and every proposal says why, what to watch, and what it predicts.
 
 Sources of the rules: warm-up and sweeps by factors are common practice; beta2 for short runs follows Zhang et al.
 (arXiv 2407.07972); decay to zero Bergsma et al. (arXiv 2502.15938); tokens per parameter Hoffmann et al.
@@ -17,10 +19,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from agent.curves import Signals
+from agent import tuning
 from agent.evidence import Effect, differs_only_in, effects, signals
+from agent.idea import Idea, Situation
 from agent.offline import OfflineProposer
 from agent.prose import Figures
 from agent.space import Space, config_of, from_unit, propose_each, searched, show, tidy, to_unit
@@ -28,6 +30,7 @@ from harness.config import Value, flatten
 from harness.records import History, Proposal, TrialState
 
 RATE = "optim.learning_rate"
+GENERAL = "sampling.general_fraction"
 SWEEP_FACTOR = 3.0
 RETUNE_FACTOR = 1.6
 FINE_RATIO = 2.0
@@ -40,56 +43,8 @@ COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter at which a model is about as big as its budget allows (Hoffmann et al.)."""
 NUDGES = (0.25, -0.25, 0.12, -0.12)
 """Steps of the last resort, in shares of a knob's range."""
-COUPLED = ("batch.", "model.")
+COUPLED = ("batch.", "model.", "method", "adapter.", "optim.name")
 """A change of these moves the best learning rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Idea:
-    """Knobs to turn, with the reason. ``gain`` is the predicted fall of the score as a share of it."""
-
-    values: Mapping[str, Value]
-    why: str
-    gain: float
-    confidence: float
-    watch: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """All that the rules look at."""
-
-    space: Space
-    past: Sequence[Effect]
-    signals: Signals
-    tried: frozenset[frozenset[tuple[str, Value]]]
-    """Diffs that were proposed before, against whatever incumbent."""
-
-    def value(self, name: str) -> float:
-        """Return a number of the incumbent's config."""
-        value = flatten(self.space.base)[name]
-        assert not isinstance(value, str)
-        return value
-
-    def turns(self, *names: str) -> bool:
-        """Tell whether the policy lets all of these knobs turn."""
-        return all(name in self.space.knobs for name in names)
-
-    def scaled(self, name: str, factor: float) -> dict[str, Value]:
-        """Return the knob at about ``factor`` times its value, within bounds; nothing if it cannot go there."""
-        if name not in self.space.knobs:
-            return {}
-        knob, now = self.space.knobs[name], self.value(name)
-        wanted = now * factor
-        if knob.type != "choice":
-            value = tidy(knob, wanted)
-            return {} if value == now else {name: value}
-        beyond = [
-            choice
-            for choice in knob.choices
-            if not isinstance(choice, str) and (choice > now if factor > 1 else choice < now)
-        ]
-        return {name: min(beyond, key=lambda choice: abs(math.log(choice / wanted)))} if beyond else {}
 
 
 class RulesProposer(OfflineProposer):
@@ -124,13 +79,15 @@ class RulesProposer(OfflineProposer):
 def ideas(situation: Situation) -> Iterator[Idea]:
     """Yield what to try, most urgent first. Fresh ideas only, but for mending and the learning rate."""
     yield from mend(situation)
+    yield from fresh(situation, tuning.urgent(situation))
     yield from sweep(situation)
-    yield from fresh(situation, itertools.chain(more_steps(situation), model_size(situation)))
+    yield from fresh(situation, itertools.chain(more_steps(situation), model_size(situation), tuning.reach(situation)))
     yield from retune(situation)
     once = itertools.chain(
         optimizer(situation),
         schedule(situation),
         regularisation(situation),
+        tuning.refine(situation),
         join(situation),
         other_way(situation),
     )
@@ -159,9 +116,23 @@ def mend(s: Situation) -> Iterator[Idea]:
                 }
                 why = f"{said} ran out of memory: 1/{shrink} of the sequences, {shrink} times the accumulation."
                 yield Idea({**effect.diff, **values}, why, 0.005, 0.4, "peak memory; the batch in all is the same")
+            yield from tuning.less_memory(s, effect)
+        elif effect.breaks_guard:
+            yield from _remember(s, effect)
         elif effect.failure in (TrialState.TIMED_OUT, TrialState.INVALID):
             why = f"{said} ended as {effect.failure}: the same with half the sequences, so that its steps are shorter."
             yield Idea({**effect.diff, "batch.per_device": max(1, batch.per_device // 2)}, why, 0.005, 0.3)
+
+
+def _remember(s: Situation, effect: Effect) -> Iterator[Idea]:
+    """Answer a config that forgot what the base model could do: a gentler rate, or general text among the rest."""
+    said, rate = f"Proposal {effect.number} forgets too much", effect.config.optim.learning_rate
+    if s.turns(GENERAL) and flatten(effect.config).get(GENERAL) == 0:
+        why = f"{said}: the same with general text among the rest."
+        yield Idea({**effect.diff, GENERAL: tidy(s.space.knobs[GENERAL], 0.1)}, why, 0.005, 0.4, "the guard set")
+    if s.turns(RATE) and set(effect.diff) != {RATE}:  # of the rate alone the sweep takes care
+        why = f"{said} at learning rate {show(rate)}: the same with half of it."
+        yield Idea({**effect.diff, RATE: tidy(s.space.knobs[RATE], rate / 2)}, why, 0.005, 0.4, "the guard set")
 
 
 def sweep(s: Situation) -> Iterator[Idea]:
@@ -211,7 +182,7 @@ def _best(points: Mapping[float, float]) -> float:
 
 
 def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
-    """Return score (infinite if it failed) by learning rate at the incumbent's other knobs, and whether one is out."""
+    """Return score (infinite if it failed or forgot) by rate at the incumbent's other knobs, and whether one is out."""
     base = s.space.base
     points = {base.optim.learning_rate: s.space.base_score}
     pending = False
@@ -221,9 +192,10 @@ def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
             continue
         effect = next((e for e in s.past if e.number == past.number), None)
         scored = [trial.score for trial in searched(past.trials) if trial.score is not None]
-        if scored:
+        lost = effect is not None and (effect.failure is not None or effect.breaks_guard)
+        if scored and not lost:
             points[config.optim.learning_rate] = sum(scored) / len(scored)
-        elif effect is not None and effect.failure is not None:
+        elif lost:
             points[config.optim.learning_rate] = math.inf
         else:
             pending |= past.state in ("queued", "running")
@@ -236,6 +208,9 @@ def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
 def more_steps(s: Situation) -> Iterator[Idea]:
     """Halve the tokens of a step: a short run needs steps before it needs smooth gradients."""
     steps = s.signals.steps
+    batch = s.space.base.batch
+    if s.tunes and batch.per_device * batch.accumulation < 2 * tuning.LEAST_BATCH:
+        return
     if steps is not None and steps > 20_000 and not s.signals.still_falling:
         return
     count = f"{steps} steps are few for this budget" if steps is not None else "A short budget has few steps"

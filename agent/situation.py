@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from agent.curves import LOOKS, Signals, signals_of
-from agent.prose import NOTHING, changes, number, one_line, share, size, value, word
+from agent.prose import NOTHING, Figures, changes, number, one_line, share, size, value, word
 from agent.view import View, node_name
 from harness.config import Knob, Value, told
-from harness.records import BASELINE, History, Standing, Trial
+from harness.records import BASELINE, History, Standing, Trial, unit_of
 
 BUDGETS = {
     "tok": "all configs see as many tokens: a smaller batch gives more steps, a bigger model costs only time",
@@ -21,9 +21,12 @@ BUDGETS = {
 }
 """What a budget means for a config, by the unit at the end of its text."""
 METRICS = {
-    "bits_per_byte": "the text's total nats / (ln 2 × its UTF-8 bytes)",
-    "bits_per_pair": "bits per preference pair",
+    "bits per byte": "the text's total nats / (ln 2 × its UTF-8 bytes)",
+    "bits per byte of the answers": "the answers' total nats / (ln 2 × their UTF-8 bytes); what is given is not scored",
+    "bits per preference pair": "-log2 of the probability, under a fixed beta against the base model, that the chosen"
+    " answer beats the rejected one; 1 is a coin toss",
 }
+"""What a metric is, by its unit."""
 WATCH_CHARACTERS = 140
 PROGRAM_LINES = 40
 PROGRAM_CHARACTERS = 240
@@ -44,7 +47,11 @@ def precision(view: View) -> str:
 def task(view: View) -> list[str]:
     """Return what is searched, on what, and how far the search is."""
     history = view.history
-    metric = METRICS.get(history.metric)
+    metric = (
+        METRICS.get(unit_of(history.metric, history.task))
+        if history.metric in ("bits_per_byte", "bits_per_pair")
+        else None
+    )
     kind = next((text for unit, text in BUDGETS.items() if history.budget.endswith(unit)), None)
     memory = history.device_memory_bytes
     lines = [
@@ -83,8 +90,11 @@ def standing(view: View) -> list[str]:
     history = view.history
     baseline, incumbent = history.baseline, view.incumbent
     if baseline is None or incumbent is None:
-        return ["- The baseline has no score yet. It runs with several seeds first; then proposals are tried."]
-    lines = [f"- Baseline (node 0): {_level(view, baseline)}."]
+        return [
+            *_untouched(view),
+            "- The baseline has no score yet. It runs with several seeds first; then proposals are tried.",
+        ]
+    lines = [*_untouched(view), f"- Baseline (node 0): {_level(view, baseline)}.", *_harm(view, baseline)]
     if incumbent.node == baseline.node:
         lines.append("- The baseline is still the incumbent: nothing was kept yet.")
     else:
@@ -92,6 +102,7 @@ def standing(view: View) -> list[str]:
             f"- Incumbent ({node_name(incumbent.node)}): {_level(view, incumbent)};"
             f" from the baseline {_gain(view, baseline, incumbent)}."
         )
+    lines += _guard(view, baseline, incumbent)
     lines.append(f"- The incumbent {_size(view, incumbent)}.")
     noise = history.noise
     if noise is None:
@@ -179,7 +190,8 @@ def curves(view: View) -> list[str]:
         " | last third | probe - train | gradient norm, median→last | clipped | signs |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *(_curve(view, name, signals_of(trial)) for name, trial in chosen),
-        "Probe: bits per byte on a split of its own, seen while training. Last third: its share of the probe's whole"
+        f"Probe: {unit_of(view.history.metric, view.history.task)} on a split of its own, seen while training. Last"
+        " third: its share of the probe's whole"
         " fall. Clipped: share of the points with a gradient norm above the limit.",
     ]
 
@@ -193,6 +205,43 @@ def _level(view: View, node: Standing) -> str:
     runs = len(node.scores)
     error = view.figures.error(view.error_of_mean(runs))
     return f"{view.figures.score(node.score)}{error} over {runs} run{'' if runs == 1 else 's'}"
+
+
+def _untouched(view: View) -> Iterator[str]:
+    """Yield what the base model comes to before any training; nothing where a fresh one is trained."""
+    reference = view.history.reference
+    if reference is not None:
+        right = "" if reference.accuracy is None else f", {share(reference.accuracy)} of the pairs right"
+        yield f"- The untouched base model, before any training: {view.figures.score(reference.score)}{right}."
+
+
+def _harm(view: View, baseline: Standing) -> Iterator[str]:
+    """Yield a warning where training makes the base model worse, as far as the rounded scores show it."""
+    reference = view.history.reference
+    if reference is None or reference.score is None or baseline.score is None:
+        return
+    if view.figures.rounded(baseline.score) > view.figures.rounded(reference.score):
+        yield (
+            "- WARNING: the trained baseline is worse than the untouched base: training harms. Its learning rate is"
+            " probably too high; go down by factors before anything else."
+        )
+
+
+def _guard(view: View, baseline: Standing, incumbent: Standing) -> Iterator[str]:
+    """Yield how the guard set limits what is kept, and how close baseline and incumbent are to that."""
+    guard = view.history.guard
+    if guard is None:
+        return
+    figures = Figures.of(guard.noise)
+    said = []
+    for name, node in {"baseline": baseline, "incumbent": incumbent}.items():
+        if node.guard_score is not None and (name == "baseline" or node.node != baseline.node):
+            broken = " (breaks it)" if guard.is_broken_by(node.guard_score) else ""
+            said.append(f"{name} {figures.difference(node.guard_score - guard.reference)}{broken}")
+    yield (
+        f"- Guard set of general text, bits per byte against the untouched base: {', '.join(said) or 'not known yet'}."
+        f" What is more than {guard.max_regression:g} worse is not kept, whatever its score."
+    )
 
 
 def _gain(view: View, baseline: Standing, incumbent: Standing) -> str:

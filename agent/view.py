@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.evidence import Effect, effects, telling
+from agent.evidence import Effect, breaks_guard, effects, telling
 from agent.prose import Figures
 from agent.space import trials, vocabulary
 from harness.config import TrialConfig, Value, flatten, idle
-from harness.records import BASELINE, History, Past, ProposalState, Standing, Trial
+from harness.records import BASELINE, BREAKS_GUARD, History, Past, ProposalState, Standing, Trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,8 @@ class View:
         effect = self.effects.get(past.number)
         if effect is not None and effect.failure is not None:
             return effect.failure.value.replace("_", " ")
+        if breaks_guard(past):
+            return BREAKS_GUARD
         return past.state.value if past.verdict is None else past.verdict.decision.value
 
     def since_kept(self) -> int:

@@ -24,6 +24,7 @@ from harness.locks import driver_lives
 from harness.paths import DEMO, StudyPaths, folder_of, names
 from harness.queries import Reader
 from harness.reading import chosen, console, put
+from harness.records import Guard, unit_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from harness.ablation import Step
     from harness.fullrun import FullRun, Reproduction
     from harness.study import Study
-    from harness.studyfile import Agent
+    from harness.studyfile import Agent, GuardSet
 
 OPTIONS = ("format", "column", "subset", "split")
 """Of a data source."""
@@ -257,17 +258,20 @@ def replay(arguments: argparse.Namespace) -> int:
     out = console(lasting(sys.stdout))
     made = study.load(chosen(arguments.study).root)
     budget = _full_budget(arguments, made)
+    if arguments.merge and budget is None:
+        raise WrongUse("--merge belongs to a full run: give it a budget with --seconds, --tokens or --epochs")
     if budget is not None:
         _refuse_too_few_steps(made, budget)
     with screen(out, made.paths, Limits(), plain=False) as view:
-        result = replayed(made, budget, view, ablate=arguments.ablate, cold=arguments.cold)
+        result = replayed(made, budget, view, ablate=arguments.ablate, merge=arguments.merge, cold=arguments.cold)
     out.print(_reproduced(result.reproduction), soft_wrap=True)
     for line in _missed(made, result.reproduction):
         out.print(line, soft_wrap=True)
     if not result.reproduction.agrees:
         raise CheckFailed("the best config did not reproduce: its new score is outside what the noise allows")
-    lines = _ablated(result.ablation, made.metric) if result.ablation is not None else []
-    for line in lines + (_full(result.full, made.metric) if result.full else []):
+    unit = unit_of(made.metric, made.file.study.task)
+    lines = _ablated(result.ablation, unit) if result.ablation is not None else []
+    for line in lines + (_full(result.full, unit, made.file.eval.guard) if result.full else []):
         out.print(line, soft_wrap=True)
     return 0
 
@@ -319,26 +323,39 @@ def _reproduced(result: Reproduction) -> str:
     )
 
 
-def _ablated(steps: tuple[Step, ...], metric: str) -> list[str]:
+def _ablated(steps: tuple[Step, ...], unit: str) -> list[str]:
     from harness.report import words
 
-    lines = [f"The best config without each of its steps, in {metric} (positive: the step still helps):"]
+    lines = [f"The best config without each of its steps, in {unit} (positive: the step still helps):"]
     for step in steps:
         knobs = ", ".join(f"{words.short(knob)} back to {words.value(value)}" for knob, value in step.back.items())
         lines.append(f"  {words.node(step.node)}{f' ({knobs})' if knobs else ''}: {words.without(step)}")
     return lines
 
 
-def _full(result: FullRun, metric: str) -> list[str]:
-    best, base = result.best, result.baseline
-    lines = [f"Full run with {result.budget}, node {result.node} beside the baseline, in {metric}:"]
-    for name, scores in (("baseline", base), ("best", best)):
-        lines.append(f"  {name:9} val {scores.val:.4f}, holdout {scores.holdout:.4f} (trial {scores.trial})")
-    gain = base.holdout - best.holdout
+def _full(result: FullRun, unit: str, guard: GuardSet | None) -> list[str]:
+    from harness.report import words
+
+    best, baseline = result.best, result.baseline
+    lines = [f"Full run with {result.budget}, node {result.node} beside the baseline, in {unit}:"]
+    named = (("baseline", baseline), ("best", best))
+    for name, scores in named if result.base is None else (("base", result.base), *named):
+        val = f"{scores.val:.4f}{words.beside(None, scores.val_accuracy)}"
+        holdout = f"{scores.holdout:.4f}{words.beside(None, scores.holdout_accuracy)}"
+        lines.append(f"  {name:9} val {val}, holdout {holdout} (trial {scores.trial})")
+    gain = baseline.holdout - best.holdout
     lines.append(
         f"  on the holdout the best config is {abs(gain):.4f} {'better' if gain > 0 else 'not better'}; one seed each."
     )
+    if guard is not None and result.base is not None and result.base.guard is not None:
+        limit = Guard(reference=result.base.guard, max_regression=guard.max_regression)
+        lines += [
+            f"  guard set, bits per byte against the untouched base: {name} {words.guarded(limit, scores.guard)}"
+            for name, scores in named
+        ]
     lines.append(f"Model: {result.model}")
+    if result.merged is not None:
+        lines.append(f"Merged: {result.merged.folder} ({words.merged(result.merged)})")
     return lines
 
 

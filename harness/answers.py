@@ -28,6 +28,11 @@ class Node(Answer):
     score: float | None
     """Mean over its replicates, lower is better, rounded to the noise; null before the noise is known."""
     perplexity: float | None
+    """Per token; null for preferences."""
+    accuracy: float | None
+    """Share of the preference pairs in which the chosen answer won; null where text is scored."""
+    guard_regression: float | None
+    """Bits per byte worse than the untouched base model on the guard set; null where there is none."""
     standard_error: float | None
     replicates: int
     changes: dict[str, Value]
@@ -53,6 +58,12 @@ class Status(Answer):
     waiting: int
     """Proposals and notes in the inbox that no search has taken in yet."""
     kept: int
+    reference: float | None
+    """Score of the untouched base model, rounded; null where a fresh model is trained."""
+    max_guard_regression: float | None
+    """Bits per byte by which a kept config may be worse than the untouched base on the guard set; null: no such set."""
+    warnings: list[str]
+    """What is wrong with the baseline itself, such as training that harms."""
     baseline: Node | None
     best: Node | None
     improvement: float | None
@@ -133,7 +144,7 @@ class Point(Answer):
     step: int
     train_loss: float | None
     probe: float | None
-    """Bits per byte of the probe split, rounded to the noise."""
+    """Score on the probe split in the study's metric, rounded to the noise."""
     learning_rate: float | None
     gradient_norm: float | None
 
@@ -151,6 +162,8 @@ class TrialAnswer(Answer):
     score: float | None
     """Rounded to the noise; null if it has none, or while the noise is not known."""
     perplexity: float | None
+    accuracy: float | None
+    guard_regression: float | None
     steps: int | None
     tokens: int | None
     tokens_per_second: float | None

@@ -14,11 +14,11 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-from frozen.tokens import EncodedSplit
+from frozen.tokens import ANSWER, EncodedSplit
 from harness import checkpoints, evidence, invariants, journal
 from harness.errors import CheckFailed
 from harness.fullrun import FULL_RUN_REPLICATE
-from harness.queries import Reader
+from harness.queries import GUARD_EVENT, Reader
 from harness.seal import tool_version
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED, is_truthful
@@ -47,9 +47,10 @@ def _all(study: Study, folders: Collection[int], connection: sqlite3.Connection)
     found = invariants.broken(connection)
     if found and invariants.damage(connection):
         return found  # its rows are not what the checks below take them for
-    found += evidence.contradicted(connection, study.policy.judge if judges_again(study) else None)
+    allowed = None if study.file.eval.guard is None else study.file.eval.guard.max_regression
+    found += evidence.contradicted(connection, study.policy.judge if judges_again(study) else None, allowed)
     found += journal.contradicted(connection, FULL_RUN_REPLICATE)
-    for check in (_study, _seeds, _orders, _baseline, _scored, _full_runs, _tools):
+    for check in (_study, _seeds, _orders, _baseline, _reference, _guard, _scored, _full_runs, _tools):
         found += check(study, connection)
     return [*found, *_folders(connection, folders)]
 
@@ -118,7 +119,7 @@ def _baseline(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
     """Check that the baseline is the policy's and study.toml's."""
     for row in connection.execute(
         "SELECT 'node ' || node AS name, config_digest FROM lineage WHERE node = 0 UNION ALL"
-        " SELECT 'trial ' || id, config_digest FROM trials WHERE proposal IS NULL AND role <> 'reference'"
+        " SELECT 'trial ' || id, config_digest FROM trials WHERE proposal IS NULL"
     ):
         if row["config_digest"] != study.baseline.digest:
             yield (
@@ -127,16 +128,56 @@ def _baseline(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
             )
 
 
+def _reference(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that the untouched base was scored before anything of it was trained, where there is one."""
+    scored = "SELECT min(id) AS id FROM trials WHERE state = 'scored' AND role "
+    first = connection.execute(f"{scored} = 'reference'").fetchone()["id"]
+    trained = connection.execute(f"{scored} NOT IN ('reference', 'final')").fetchone()["id"]
+    if study.base is None and first is not None:
+        yield f"trial {first} is of an untouched base, but the study trains a fresh model"
+    elif study.base is not None and trained is not None and (first is None or first > trained):
+        yield f"trial {trained} was trained before the untouched base was scored, which comes first in every search"
+
+
+def _guard(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that trials were scored on the guard set if there is one, and what readers are told of its limit."""
+    guard = study.file.eval.guard
+    for row in connection.execute("SELECT id, guard_score FROM trials WHERE state = 'scored' ORDER BY id"):
+        if (row["guard_score"] is None) != (guard is None):
+            there = (
+                "no score on the guard set, and the study has one"
+                if guard
+                else "a score on a guard set, and the study has none"
+            )
+            yield f"trial {row['id']} has {there}"
+    reference = connection.execute(
+        "SELECT guard_score FROM trials WHERE role = 'reference' AND state = 'scored' ORDER BY id LIMIT 1"
+    ).fetchone()
+    expected = {
+        "max_regression": None if guard is None else guard.max_regression,
+        "reference": None if reference is None else reference["guard_score"],
+    }
+    for row in connection.execute("SELECT id, data FROM events WHERE kind = ? ORDER BY id", (GUARD_EVENT,)):
+        said = json.loads(row["data"] or "{}")
+        for name, value in expected.items():
+            if said.get(name) != value:
+                yield f"event {row['id']} says that the guard set's {name} is {said.get(name)!r}, but it is {value!r}"
+
+
 def _scored(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
-    """Check that every score counts the bytes, tokens and documents of the val split."""
+    """Check that every score counts the bytes, tokens and documents (or preference pairs) of the val split."""
     try:
         split = EncodedSplit.load(study.paths.split("val"))
     except (OSError, ValueError) as error:
         yield f"the val split cannot be read, so that no score can be held against it: {error}"
         return
-    expected = {"bytes": int(split.bytes.sum()), "tokens": len(split.tokens), "documents": split.documents}
+    tokens = len(split.tokens) if split.marks is None else int((split.marks == ANSWER).sum())
+    expected = {"bytes": int(split.bytes.sum()), "tokens": tokens, "documents": split.documents}
+    if split.pairs:
+        expected |= {"documents": split.documents // 2, "pairs": split.documents // 2}
     for row in connection.execute(
-        "SELECT t.id, t.scored_bytes AS bytes, t.scored_tokens AS tokens, length(d.nats) / 8 AS documents"
+        "SELECT t.id, t.scored_bytes AS bytes, t.scored_tokens AS tokens, length(d.nats) / 8 AS documents,"
+        " t.scored_pairs AS pairs"
         " FROM trials t LEFT JOIN document_nats d ON d.trial = t.id WHERE t.state = 'scored' ORDER BY t.id"
     ):
         for name, count in expected.items():
@@ -158,6 +199,13 @@ def _full_runs(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
             if model.exists() and not _is_model(model, row["checkpoint_digest"]):
                 yield f"the model in {model} is not the one that trial {row['id']} scored"
         paths = study.paths.full_run("best", row["budget"], row["config_digest"], other_seal)
+        for merged in connection.execute(
+            "SELECT json_extract(data, '$.digest') AS digest FROM events WHERE kind = 'merged'"
+            " AND json_extract(data, '$.trial') = ? ORDER BY id DESC LIMIT 1",
+            (row["id"],),
+        ):
+            if paths.merged.exists() and not _is_model(paths.merged, merged["digest"]):
+                yield f"the model in {paths.merged} is not the one that trial {row['id']} was merged into"
         if (paths.model / CARD).exists() and not row["looks"]:
             yield f"trial {row['id']} has a model card in {paths.root.name}, but no event has its score on the holdout"
 
@@ -184,5 +232,5 @@ def _folders(connection: sqlite3.Connection, folders: Collection[int]) -> Iterat
     for number, row in rows.items():
         if row["role"] == "final" and number in folders:
             yield f"trial {number} has the role final, but the folder of a search's trial"
-        elif row["role"] not in ("final", "reference") and row["state"] == "scored" and number not in folders:
+        elif row["role"] != "final" and row["state"] == "scored" and number not in folders:
             yield f"trial {number} is scored with the role {row['role']}, but has no folder"

@@ -8,12 +8,12 @@ owner checks the search with. Texts by proposers, people and jobs are data: in o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from harness.answers import End, KnobAnswer, Node, Point, ProposalAnswer, Row, Status, TrialAnswer
 from harness.config import Diff, Knob, TrialConfig, Value, difference, flatten, idle
 from harness.errors import BadInput
-from harness.records import CurvePoint, Decision, Noise, Past, Role, Standing, Trial, without_control
+from harness.records import CurvePoint, Decision, Guard, Noise, Past, Role, Standing, Trial, without_control
 from harness.report import summary, words
 from harness.rows import Ended
 
@@ -24,6 +24,8 @@ LONGEST_QUOTE = 300
 LONGEST_WORD = 80
 """Characters of a knob's name or value that somebody else wrote."""
 MOST_CHANGES = 32
+ACCURACY_DIGITS = 2
+"""Of an accuracy: it is beside the score, and finer digits would tell the score's own."""
 CURVE_POINTS = 12
 """Most points of a learning curve, evenly spaced, the last one included."""
 
@@ -58,6 +60,7 @@ def status(facts: summary.Facts, *, waiting: int, mark: int) -> Status:
     """Return how a study stands."""
     noise = facts.noise
     searched = [trial for trial in facts.trials if trial.role is not Role.FINAL]
+    untouched = None if facts.reference is None else facts.reference.score
     gain = summary.improvement(facts)
     return Status(
         study=facts.study.name,
@@ -70,6 +73,9 @@ def status(facts: summary.Facts, *, waiting: int, mark: int) -> Status:
         proposals=_counts([past.state.value for past in facts.past]),
         waiting=waiting,
         kept=summary.kept(facts),
+        reference=rounded(untouched, noise),
+        max_guard_regression=None if facts.guard is None else facts.guard.max_regression,
+        warnings=list(_warnings(facts)),
         baseline=_node(facts, facts.baseline),
         best=_node(facts, facts.best),
         improvement=None if gain is None else rounded(gain.amount, noise),
@@ -77,6 +83,25 @@ def status(facts: summary.Facts, *, waiting: int, mark: int) -> Status:
         rounded_to=None if noise is None else noise.step,
         mark=mark,
     )
+
+
+def _warnings(facts: summary.Facts) -> Iterator[str]:
+    """Yield what `summary.warnings` says, without a number that is finer than the noise."""
+    reference, baseline = facts.reference, facts.baseline
+    if reference is not None and baseline is not None:
+        before, after = rounded(reference.score, facts.noise), rounded(baseline.score, facts.noise)
+        if before is not None and after is not None and after > before:
+            yield "the trained baseline is worse than the untouched base: its learning rate is probably too high"
+    on_guard = None if baseline is None else baseline.guard_score
+    if facts.guard is not None and on_guard is not None and facts.guard.is_broken_by(on_guard):
+        yield "the baseline itself breaks the guard: it is worse on the guard set than the study allows"
+
+
+def _regression(found: float | None, guard: Guard | None) -> float | None:
+    """Return how much worse than the untouched base a score on the guard set is, rounded to the noise there."""
+    if found is None or guard is None:
+        return None
+    return rounded(found - guard.reference, guard.noise)
 
 
 def _counts(states: Sequence[str]) -> dict[str, int]:
@@ -91,6 +116,8 @@ def _node(facts: summary.Facts, standing: Standing | None) -> Node | None:
         node=level.node,
         score=rounded(level.score, facts.noise),
         perplexity=_perplexity(level.perplexity, level.score, facts.noise),
+        accuracy=_significant(level.accuracy, ACCURACY_DIGITS),
+        guard_regression=_regression(level.guard_score, facts.guard),
         standard_error=_significant(level.standard_error, 2),
         replicates=level.replicates,
         changes=difference(facts.baseline.config, standing.config),
@@ -146,6 +173,8 @@ def _reason(past: Past) -> str | None:
     verdict = past.verdict
     if verdict is None:
         return quote(past.reason)
+    if words.breaks_guard(past):
+        return "breaks the guard: worse on the guard set than the study allows"
     over = f"over {words.count(verdict.replicates, 'fresh seed')}"
     match verdict.decision:
         case Decision.KEPT:
@@ -159,18 +188,18 @@ def _reason(past: Past) -> str | None:
             return "not promising after its first run" if scored else "none of its runs was scored"
 
 
-def proposal(past: Past, noise: Noise | None) -> ProposalAnswer:
+def proposal(past: Past, noise: Noise | None, guard: Guard | None) -> ProposalAnswer:
     """Return a proposal in full."""
     return ProposalAnswer(
         **row(past, noise).model_dump(),
         watch=quote(past.proposal.watch) or "",
         predicted_change=rounded(past.proposal.predicted_change, noise),
         confidence=past.proposal.confidence,
-        trials=[trial(one, noise) for one in past.trials],
+        trials=[trial(one, noise, guard) for one in past.trials],
     )
 
 
-def trial(found: Trial, noise: Noise | None) -> TrialAnswer:
+def trial(found: Trial, noise: Noise | None, guard: Guard | None) -> TrialAnswer:
     """Return a trial of the search; `BadInput` for one of a replay."""
     if found.role is Role.FINAL:
         raise BadInput(f"trial {found.id} belongs to a replay, which only the owner looks at")
@@ -184,6 +213,8 @@ def trial(found: Trial, noise: Noise | None) -> TrialAnswer:
         config=flatten(found.config),
         score=rounded(found.score, noise),
         perplexity=_perplexity(found.perplexity, found.score, noise),
+        accuracy=_significant(None if noise is None else found.accuracy, ACCURACY_DIGITS),
+        guard_regression=_regression(found.guard_score, guard),
         steps=found.steps,
         tokens=found.tokens,
         tokens_per_second=_significant(speed, 4),

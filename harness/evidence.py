@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from scipy import special
 
 from harness.noise import pool_noise
-from harness.records import JudgeRules, Past, ProposalState, Standing, Verdict
+from harness.records import UNCOUNTED, Guard, JudgeRules, Past, ProposalState, Role, Standing, Verdict
 from harness.rows import Configs, proposal_value, trial_value
 from harness.walk import Repair, Run, failed_replicates, next_step
 
@@ -30,8 +30,6 @@ QUANTILE_TOLERANCE = 1e-6
 """Of probabilities: they come from scipy, whose versions may differ in the last digits."""
 WALKED = ("screen", "repair", "replicate")
 """Roles of trials that belong to a proposal's walk; controls and canaries come between or beside walks."""
-UNCOUNTED = ("reference", "final")
-"""Roles of trials that are not the search's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,27 +59,45 @@ class Moment:
     proposals: Sequence[sqlite3.Row]
     lineage: Sequence[sqlite3.Row]
     budget: str
+    max_regression: float | None
+    """Bits per byte that the study allows on the guard set; None where it has none."""
 
     @property
     def epoch(self) -> int:
         """The machine's epoch."""
         return max(int(trial["epoch"]) for trial in self.trials)
 
-    def counted(self) -> dict[str, dict[int, float]]:
+    def counted(self, column: str = "score") -> dict[str, dict[int, float]]:
         """Return the scores that count, by config and replicate: the view ``counted_scores`` of that moment."""
         groups: dict[str, dict[int, float]] = defaultdict(dict)
         for trial in self.trials:
             counts = trial["state"] == "scored" and trial["role"] not in UNCOUNTED
             confirms = trial["proposal"] is None or trial["replicate"] > 0
             if counts and confirms and (trial["epoch"], trial["budget"]) == (self.epoch, self.budget):
-                groups[trial["config_digest"]][trial["replicate"]] = trial["score"]
+                groups[trial["config_digest"]][trial["replicate"]] = trial[column]
         return groups
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether every scored trial and the untouched base have the score on the guard set that the study asks for."""
+        scored = [trial for trial in self.trials if trial["state"] == "scored"]
+        has_base = any(trial["role"] == Role.REFERENCE for trial in scored)
+        return self.max_regression is None or (has_base and all(t["guard_score"] is not None for t in scored))
 
-def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None) -> list[str]:
+    def guard(self) -> Guard | None:
+        """Return the limit on the guard set as the driver knew it."""
+        if self.max_regression is None:
+            return None
+        groups = [list(scores.values()) for scores in self.counted("guard_score").values()]
+        base = next(t for t in self.trials if t["role"] == Role.REFERENCE and t["state"] == "scored")
+        return Guard(reference=base["guard_score"], max_regression=self.max_regression, noise=pool_noise(groups))
+
+
+def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None, max_regression: float | None) -> list[str]:
     """Return one sentence per verdict that its rows do not give; rows must be `sqlite3.Row`, the schema ours.
 
     ``rules`` are those that the study was judged by; None: by another version's, so that only the numbers are checked.
+    ``max_regression`` is what the study allows on its guard set, None where it has none.
     """
     study = connection.execute("SELECT budget FROM study").fetchone()
     if study is None:
@@ -91,6 +107,7 @@ def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None) -> li
         proposals=connection.execute("SELECT * FROM proposals ORDER BY number").fetchall(),
         lineage=connection.execute("SELECT * FROM lineage ORDER BY position").fetchall(),
         budget=study["budget"],
+        max_regression=max_regression,
     )
     found = [sentence for node in now.lineage[:1] for sentence in _standing(node, now.trials)]
     for row in connection.execute(
@@ -158,6 +175,7 @@ def _moments(number: int, now: Moment) -> list[Moment]:
             proposals=[p for p in now.proposals if p["number"] <= number],
             lineage=[node for node in now.lineage if node["node"] < number],
             budget=now.budget,
+            max_regression=now.max_regression,
         )
         for last in [walked, *(t["id"] for t in before if t["id"] > walked)]
     ]
@@ -168,7 +186,7 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
     configs, proposal, node = Configs(), moment.proposals[-1], moment.lineage[-1]
     counted = moment.counted()
     noise = pool_noise([list(scores.values()) for scores in counted.values()])
-    if noise is None or not counted.get(node["config_digest"]):
+    if noise is None or not counted.get(node["config_digest"]) or not moment.is_guarded:
         return "undecidable"
     trials = [trial_value(row, configs, ()) for row in moment.trials]
     past = Past(
@@ -193,7 +211,7 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
         trial
         for trial in trials
         if (trial.config, trial.epoch, trial.budget) == (incumbent.config, moment.epoch, moment.budget)
-        and trial.role.value not in UNCOUNTED
+        and trial.role not in UNCOUNTED
     ]
     started = [row["config_digest"] for row in (*moment.trials, *moment.proposals, *moment.lineage)]
     step = next_step(
@@ -204,6 +222,7 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
         epoch=moment.epoch,
         known={digest for digest in started if digest is not None},
         incumbent_failed=failed_replicates(beside),
+        guard=moment.guard(),
     )
     return step.decision.value if isinstance(step, Verdict) else step
 

@@ -12,6 +12,7 @@ from harness.jobs.sandbox import system_paths
 from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
+from harness.report.summary import gather, warnings
 from harness.sizes import parameters, trained_parameters
 from harness.study import Study
 from harness.studyfile import Agent
@@ -29,6 +30,8 @@ def expectations(
     lines += _trained(study)
     if trials:
         lines.append(f"Going on after {counted(trials)} trials and {len(reader.past())} proposals.")
+    lines += _untouched(study)
+    lines += warnings(gather(reader, driver_lives=True))
     lines.append(_extent(limits, counted(trials), expected_seconds(trials)))
     free = shutil.disk_usage(study.paths.root).free
     lines.append(
@@ -76,6 +79,20 @@ def _trained(study: Study) -> list[str]:
         f" baseline trains {how}, method {study.baseline.method}."
     ]
     return lines + [f"Note on the base model: {note}" for note in base.notes]
+
+
+def _untouched(study: Study) -> list[str]:
+    """Say that the base is scored first, and what the guard set allows; nothing where a fresh model is trained."""
+    if study.base is None:
+        return []
+    lines = ["The untouched base model is scored before anything is trained: what does not beat it is worth nothing."]
+    guard = study.file.eval.guard
+    if guard is not None:
+        lines.append(
+            f"Guard set: nothing is kept that is more than {guard.max_regression:g} bits per byte worse than the"
+            " untouched base on it."
+        )
+    return lines
 
 
 def _model(agent: Agent, reader: Reader, asked: str | None) -> str:

@@ -15,10 +15,10 @@ from harness.errors import SealBroken
 from harness.files import link_tree
 from harness.launch import Launcher
 from harness.ledger import Ledger
-from harness.orders import score_order, train_order
+from harness.orders import score_order, splits_of, train_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
-from harness.records import CurvePoint, Failed, Role, Scored, Trained, Trial, TrialState
+from harness.records import CurvePoint, Failed, Merged, Role, Scored, Trained, Trial, TrialState
 from harness.rows import Ending
 from harness.sensors import NOTHING, Sensors
 from harness.study import Study
@@ -26,6 +26,8 @@ from harness.upgrade import TOOL_CHANGED, Tool, tool_of
 from harness.view import View
 
 SECONDS_PER_DAY = 86_400.0
+CARD = "README.md"
+"""Written into the model folder after it was scored, so no part of its digest."""
 
 
 class FinalRunner:
@@ -115,20 +117,32 @@ class FinalRunner:
         curve = [*(before[step] for step in sorted(before)), *points]
         return self._score(config, paths, trained).observed(curve, sensed)
 
-    def _score(self, config: TrialConfig, paths: ReplayPaths, trained: Trained | Scored | Failed) -> Ending:
+    def _score(self, config: TrialConfig, paths: ReplayPaths, trained: Trained | Scored | Merged | Failed) -> Ending:
         if isinstance(trained, Failed):
             return Ending.of_failed(trained)
         assert isinstance(trained, Trained)
         shutil.rmtree(paths.model, ignore_errors=True)
         link_tree(paths.train / "model", paths.model)
+        (paths.model / CARD).unlink(missing_ok=True)  # PEFT leaves a template of a card
         digest = checkpoints.digest_of(paths.model)
-        job = score_order(self.study, config, weights=paths.model, split="val")
+        found = []
+        for split in splits_of(self.study):
+            scored = self.score(config, paths.model, split, paths.log)
+            if isinstance(scored, Failed):
+                return Ending.of_failed(scored, trained=trained)
+            found.append(scored)
+        val, *guard = found
+        return Ending.of_scored(
+            trained=trained, scored=val, checkpoint_digest=digest, guard=guard[0] if guard else None
+        )
+
+    def score(self, config: TrialConfig, weights: Path | None, split: str, log: Path) -> Scored | Failed:
+        """Score a model folder, or the untouched base, on one split."""
         self.check_tool()
-        scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
-        if isinstance(scored, Failed):
-            return Ending.of_failed(scored, trained=trained)
-        assert isinstance(scored, Scored)
-        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
+        job = score_order(self.study, config, weights=weights, split=split)
+        scored = self.launcher.run(job, log=log, deadline_seconds=SECONDS_PER_DAY)
+        assert isinstance(scored, Scored | Failed)
+        return scored
 
 
 def _points(file: Path) -> list[CurvePoint]:

@@ -10,6 +10,8 @@ from harness.records import Role, Trial
 
 FULL_RUN_REPLICATE = 1_000
 """Replicate number of full runs: a seed that no search reaches, the same after a restart. Reproductions follow it."""
+MERGE_TOLERANCE = 1e-4
+"""Largest change of the score, in the study's metric, that fp32 rounding explains when an adapter is merged."""
 
 
 def is_full_run(trial: Trial) -> bool:
@@ -39,24 +41,51 @@ class Reproduction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullScores:
-    """What a full run came to on the two splits."""
+    """What a full run, or the untouched base, came to on the two splits."""
 
     trial: int
     val: float
     val_perplexity: float | None
+    val_accuracy: float | None
+    """Share of the preference pairs in which the chosen answer won; None where text is scored."""
     holdout: float
+    holdout_accuracy: float | None
+    guard: float | None
+    """Bits per byte of the guard set, where the study has one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merge:
+    """An adapter made part of its base, and what that changed."""
+
+    folder: Path
+    """Folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
+    val: float
+    difference: float
+    """Its score on val minus the adapter's: rounding alone, unless `is_unquantized`."""
+    is_unquantized: bool
+    """The adapter was trained beside a base in 4 bits, and made up for their rounding; this holds the base in full."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the merged model is the adapter's, to rounding."""
+        return abs(self.difference) <= MERGE_TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullRun:
-    """The best lineage and the baseline under one budget."""
+    """The best lineage and the baseline under one budget, beside the untouched base."""
 
     budget: str
     node: int
     best: FullScores
     baseline: FullScores
     model: Path
-    """Folder that ``from_pretrained`` loads."""
+    """Folder that ``from_pretrained`` loads: the full model, or the adapter."""
+    base: FullScores | None = None
+    """The untouched base model; None where a fresh one is trained."""
+    merged: Merge | None = None
+    """None unless it was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

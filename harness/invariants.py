@@ -101,7 +101,7 @@ def _configs(connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _scores(connection: sqlite3.Connection) -> Iterator[str]:
-    """Check that score and perplexity follow from nats, bytes and tokens, and the nats from the documents."""
+    """Check that every figure follows from nats, bytes, tokens and pairs, and the nats from the documents."""
     for row in connection.execute(
         "SELECT t.*, d.nats AS documents, (SELECT metric FROM study) AS metric"
         " FROM trials t LEFT JOIN document_nats d ON d.trial = t.id WHERE t.state = 'scored' OR d.nats IS NOT NULL"
@@ -109,11 +109,20 @@ def _scores(connection: sqlite3.Connection) -> Iterator[str]:
         if row["state"] != "scored":
             yield f"trial {row['id']} has document scores but no score"
             continue
-        expected = row["nats"] / (math.log(2) * row["scored_bytes"])
-        if row["metric"] == "bits_per_byte" and not math.isclose(row["score"], expected, rel_tol=RELATIVE_TOLERANCE):
-            yield f"trial {row['id']} has the score {row['score']!r}, but its nats and bytes give {expected!r}"
+        of_pairs = row["metric"] == "bits_per_pair"
+        if of_pairs != (row["scored_pairs"] is not None) or of_pairs != (row["accuracy"] is not None):
+            found = f"{row['scored_pairs']!r} pairs and the accuracy {row['accuracy']!r}"
+            yield f"trial {row['id']} has {found}, but the metric is {row['metric']}"
+            continue
+        units, named = (row["scored_pairs"], "pairs") if of_pairs else (row["scored_bytes"], "bytes")
+        expected = row["nats"] / (math.log(2) * units)
+        if not math.isclose(row["score"], expected, rel_tol=RELATIVE_TOLERANCE):
+            yield f"trial {row['id']} has the score {row['score']!r}, but its nats and {named} give {expected!r}"
+        if of_pairs and not _is_whole(row["accuracy"] * row["scored_pairs"]):
+            found = f"the accuracy {row['accuracy']!r}"
+            yield f"trial {row['id']} has {found}, which is no whole number of {row['scored_pairs']} pairs"
         ratio = row["nats"] / row["scored_tokens"]
-        perplexity = math.exp(ratio) if ratio < LARGEST_EXPONENT else None
+        perplexity = None if of_pairs or ratio >= LARGEST_EXPONENT else math.exp(ratio)
         if not _same(row["perplexity"], perplexity):
             yield (
                 f"trial {row['id']} has the perplexity {row['perplexity']!r},"
@@ -125,6 +134,10 @@ def _scores(connection: sqlite3.Connection) -> Iterator[str]:
             total = math.fsum(unpack(row["documents"]))
             if not math.isclose(total, row["nats"], rel_tol=RELATIVE_TOLERANCE):
                 yield f"the documents of trial {row['id']} sum to {total!r} nats, its row says {row['nats']!r}"
+
+
+def _is_whole(number: float) -> bool:
+    return math.isclose(number, round(number), rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE)
 
 
 def _same(found: float | None, expected: float | None) -> bool:
@@ -280,6 +293,23 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
         " WHERE role NOT IN ('reference', 'final') AND budget <> (SELECT budget FROM study)"
     ),
     _sentences(
+        "SELECT 'trial ' || id || ' has the role ' || role || ' with the budget ' || budget ||"
+        " ': only the untouched base is untrained' FROM trials WHERE (role = 'reference') <> (budget = 'untrained')"
+    ),
+    _sentences(
+        "SELECT 'trial ' || id || ' is the untouched base, but has steps, weights or the replicate ' || replicate"
+        " FROM trials WHERE role = 'reference'"
+        " AND (steps IS NOT NULL OR checkpoint_digest IS NOT NULL OR replicate <> 0)"
+    ),
+    _sentences(
+        "SELECT 'the untouched base was scored ' || count(*) || ' times, which is once too often' FROM trials"
+        " WHERE role = 'reference' AND state = 'scored' HAVING count(*) > 1"
+    ),
+    _sentences(
+        "SELECT 'node ' || l.node || ' stands on trial ' || t.id || ', which has the role ' || t.role FROM lineage l"
+        " JOIN trials t ON t.id = l.trial WHERE t.role IN ('reference', 'final')"
+    ),
+    _sentences(
         "SELECT 'replicate ' || replicate || ' has ' || count(DISTINCT seed) || ' different seeds: seeds are shared'"
         " FROM trials WHERE role NOT IN ('reference', 'final') GROUP BY replicate HAVING count(DISTINCT seed) > 1"
     ),
@@ -359,7 +389,7 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     _sentences(
         "SELECT 'trial ' || t.id || ' ran config ' || substr(t.config_digest, 1, 12) || ', but the baseline has '"
         " || substr(l.config_digest, 1, 12) FROM trials t JOIN lineage l ON l.node = 0"
-        " WHERE t.proposal IS NULL AND t.role <> 'reference' AND t.config_digest <> l.config_digest"
+        " WHERE t.proposal IS NULL AND t.config_digest <> l.config_digest"
     ),
     _sentences(
         "SELECT 'proposal ' || number || ' asked for parent ' || requested_parent || ' but started from ' || parent"
@@ -373,8 +403,9 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
         "SELECT 'event ' || e.id || ' (' || e.kind || ') speaks of trial ' || json_extract(e.data, '$.trial') ||"
         " iif(t.id IS NULL, ', which is not there', ', which is ' || t.state || ' with the role ' || t.role)"
         " FROM events e LEFT JOIN trials t ON t.id = json_extract(e.data, '$.trial')"
-        " WHERE e.kind IN ('reproduced', 'holdout_look', 'holdout_score')"
-        " AND (t.id IS NULL OR t.state <> 'scored' OR t.role <> 'final')"
+        " WHERE e.kind IN ('reproduced', 'holdout_look', 'holdout_score', 'merged')"
+        " AND (t.id IS NULL OR t.state <> 'scored'"
+        " OR (t.role <> 'final' AND (t.role <> 'reference' OR e.kind IN ('reproduced', 'merged'))))"
     ),
     _sentences(
         "SELECT 'event ' || e.id || ' says that trial ' || t.id || ' scored ' || json_extract(e.data, '$.score')"

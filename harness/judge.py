@@ -12,6 +12,10 @@ by the proposals of a night (`NIGHT`, Bonferroni: holds however the tests depend
 they share the incumbent's runs), then spent over the looks at one candidate by a power function of the share of
 ``max_replicates`` that is used (Kim and DeMets, Biometrika 74:149, 1987). A sequential probability ratio test (Wald,
 1945) of "no effect" against an effect that would be proven well before ``max_replicates`` gives up early.
+
+Where a study has a guard set, a candidate must also stay within its limit against the untouched base model. One run
+that is beyond the limit by more than the guard set's own noise ends it, as hopeless; else the limit is held against the
+mean over the same fresh runs that prove the gain, at the moment when it would be kept.
 ``tests/harness/ledger/test_judge_nights.py`` simulates whole nights and holds the promises.
 """
 
@@ -25,7 +29,7 @@ from typing import Literal
 from scipy import special
 
 from harness.noise import pool_noise as pool_noise
-from harness.records import Decision, JudgeRules, Noise, Verdict
+from harness.records import Decision, Guard, JudgeRules, Noise, Verdict
 
 NIGHT = 100
 """Proposals over which `JudgeRules.confidence` holds."""
@@ -46,6 +50,9 @@ LEAST_RUNS = 2
 """Fresh runs of a candidate before it is kept: one run says nothing of its own spread, only the others' is known."""
 TOLERATED_FAILURES = 1
 """Confirmation runs of a candidate that may fail; a config that fails more often is no improvement."""
+GUARD_DEVIATIONS = 2.0
+"""A first run beyond the guard set's limit by this many standard deviations of one run there is not worth another: one
+config in forty that is just within the limit is lost to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +71,12 @@ class Evidence:
     """Pooled over everything scored so far, this candidate's confirmation runs included."""
     incumbent_failed: Collection[int] = field(default=frozenset())
     """Replicate numbers on which the incumbent failed: no pair is made of them."""
+    guard: Guard | None = None
+    """The limit on the guard set; None where the study has none."""
+    guard_screen: float | None = None
+    """The candidate's first run on the guard set."""
+    guard_candidate: Mapping[int, float] = field(default_factory=dict)
+    """Replicate number to score of its confirmation runs on the guard set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +96,9 @@ def judge(evidence: Evidence, rules: JudgeRules) -> Verdict | Replicate:
     if evidence.candidate_failures > TOLERATED_FAILURES:
         return _discard(f"failed in {evidence.candidate_failures} of its confirmation runs", evidence)
     if not evidence.candidate and not evidence.candidate_failures:
+        guard, first = evidence.guard, evidence.guard_screen
+        if guard is not None and first is not None and _clearly_breaks(guard, first):
+            return _discard(guard.told(first, " in its first run"), evidence)
         better = evidence.screen - _mean(evidence.incumbent)
         threshold = promising(evidence.noise)
         if better >= 0 or better > -threshold:
@@ -143,6 +159,10 @@ def _confirm(evidence: Evidence, rules: JudgeRules) -> Verdict | Replicate:
     said = f"{_than(difference)} the incumbent over {runs} fresh seed{'s' if runs > 1 else ''}"
     if difference < 0 and deviations >= critical and runs >= LEAST_RUNS:
         decision, reason = Decision.KEPT, f"{said}: {deviations:.1f} standard errors, where {critical:.1f} prove it"
+        if evidence.guard is not None and evidence.guard.is_broken_by(on_guard := _mean(evidence.guard_candidate)):
+            decision = Decision.DISCARDED
+            seeds = f" over {runs} fresh seed{'s' if runs > 1 else ''}"
+            reason = f"{evidence.guard.told(on_guard, seeds)}; its score alone would be kept, {reason}"
     elif deviations < _hopeless(information, rules):
         decision, reason = Decision.DISCARDED, f"{said}: too little to be worth more runs"
     elif further is not None:
@@ -158,6 +178,11 @@ def _confirm(evidence: Evidence, rules: JudgeRules) -> Verdict | Replicate:
         replicates=runs,
         reason=reason,
     )
+
+
+def _clearly_breaks(guard: Guard, score: float) -> bool:
+    """Tell whether one run is beyond the limit by more than chance."""
+    return guard.noise is not None and guard.is_broken_by(score - GUARD_DEVIATIONS * guard.noise.standard_deviation)
 
 
 def _next_replicate(evidence: Evidence) -> int:
@@ -180,12 +205,17 @@ def _hopeless(information: float, rules: JudgeRules) -> float:
 
 def _check(evidence: Evidence) -> None:
     scores = [evidence.screen, *evidence.candidate.values(), *evidence.incumbent.values()]
+    scores += evidence.guard_candidate.values()
     if not all(math.isfinite(score) for score in scores):
         raise ValueError("a score is not finite: failed runs have no score")
     if not evidence.incumbent:
         raise ValueError("the incumbent has no score to compare with")
     if 0 in evidence.candidate:
         raise ValueError("replicate 0 is the screening run, which is no part of the estimate")
+    if evidence.guard is not None:
+        missing = evidence.candidate.keys() - evidence.guard_candidate.keys()
+        if evidence.guard_screen is None or missing:
+            raise ValueError("a run of a study with a guard set was not scored on it")
 
 
 def _discard(reason: str, evidence: Evidence) -> Verdict:

@@ -367,6 +367,9 @@ def _ending_columns(ending: Ending) -> dict[str, Any]:
             "score_seconds": ending.scored.score_seconds,
             "score": ending.score,
             "perplexity": ending.perplexity,
+            "accuracy": ending.accuracy,
+            "scored_pairs": ending.scored.pairs,
+            "guard_score": ending.guard_score,
             "checkpoint_digest": ending.checkpoint_digest,
         }
     return columns | {"device_celsius": ending.device_celsius, "device_watts": ending.device_watts}

@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.records import UNCOUNTED as NOT_OF_THE_SEARCH
 from harness.records import Trial, TrialState
 from harness.rows import Event
 
@@ -38,11 +39,16 @@ def counted(trials: Sequence[Trial]) -> int:
 
 
 def expected_seconds(trials: Sequence[Trial]) -> float | None:
-    """Return how long the next trial will probably take, start to score; None before the first one ended."""
+    """Return how long the next trial will probably take, start to score; None before the first one ended.
+
+    The untouched base, which is only scored, and what a replay trains say nothing of that: a deadline that followed
+    from the one would kill the baseline, one that followed from the others none that hangs.
+    """
     walls = [
         (trial.ended - trial.started).total_seconds()
         for trial in trials
         if trial.started is not None and trial.ended is not None and trial.state not in UNCOUNTED
+        if trial.role not in NOT_OF_THE_SEARCH
     ]
     recent = sorted(walls[-RECENT:])
     return (recent[(len(recent) - 1) // 2] + recent[len(recent) // 2]) / 2 if recent else None

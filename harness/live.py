@@ -28,8 +28,8 @@ from harness.paths import StudyPaths
 from harness.queries import Reader
 from harness.records import CurvePoint, Past, Trial
 from harness.report import words
-from harness.report.summary import Facts, gather, level
-from harness.report.table import STYLES
+from harness.report.summary import Facts, gather, level, warnings
+from harness.report.table import STYLES, reference
 from harness.view import View
 
 VERDICTS = 6
@@ -220,19 +220,23 @@ def board(
     """Return the live view: scores with their spread, the running trial, the last verdicts in words."""
     scores = Table.grid(padding=(0, 2))
     scores.add_column(style="dim", no_wrap=True)
+    untouched = reference(facts)
+    if untouched is not None:
+        scores.add_row("untouched base", untouched)
     for name, standing in (("baseline", facts.baseline), ("best", facts.best)):
         found = level(facts, standing)
         if found is None:
             scores.add_row(name, Text("not known yet", style="dim"))
             continue
         who = f", {words.node(found.node)}" if found.node else ""
-        score = words.plus_minus(words.score(found.score), found.standard_error)
+        score = words.plus_minus(words.score(found.score), found.standard_error) + words.beside(None, found.accuracy)
         style = "bold green" if name == "best" and found.node else ""
         scores.add_row(name, Text(f"{score}  (mean of {words.count(found.replicates, 'trial')}{who})", style=style))
     if facts.noise is not None:
-        scores.add_row("noise", f"{facts.noise.standard_deviation:.4f} {facts.study.metric} between seeds")
+        scores.add_row("noise", f"{facts.noise.standard_deviation:.4f} {words.metric(facts.study)} between seeds")
     scores.add_row("so far", total)
-    parts: list[RenderableType] = [scores, "", _bar(running, at)]
+    alarms = [Text(line, style="bold red") for line in warnings(facts)]
+    parts: list[RenderableType] = [scores, *alarms, "", _bar(running, at)]
     if verdicts:
         parts += ["", Text("Last verdicts", style="dim")]
         for outcome, line in reversed(verdicts):

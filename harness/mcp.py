@@ -135,14 +135,17 @@ class Tools:
 
     @_told()
     def show(
-        self, what: Annotated[str, Field(max_length=40, description="7 for a trial, p7 for a proposal, best, baseline")]
+        self,
+        what: Annotated[
+            str, Field(max_length=40, description="7 for a trial, p7 for a proposal, best, baseline, base")
+        ],
     ) -> answers.Shown:
         """Show one trial with its config and learning curve, or one proposal with its trials."""
         with self._reader() as reader, reader.snapshot():
-            noise, number = reader.noise(), proposal_number(what)
+            noise, guard, number = reader.noise(), reader.guard(), proposal_number(what)
             if number is not None:
-                return answers.Shown(proposal=coarse.proposal(reader.proposal(number), noise))
-            return answers.Shown(trial=coarse.trial(named_trial(reader, what), noise))
+                return answers.Shown(proposal=coarse.proposal(reader.proposal(number), noise, guard))
+            return answers.Shown(trial=coarse.trial(named_trial(reader, what), noise, guard))
 
     @_told()
     def briefing(self) -> answers.BriefingAnswer:

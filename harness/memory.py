@@ -49,7 +49,7 @@ TILE_TOKENS, TILE_ENTRIES = 4096, 32768
 """Tile of logits in TRL's fused head."""
 GPU_CONTEXT_BYTES = 600_000_000
 """Driver context and kernels' libraries. No allocator counts it, the device's memory holds it."""
-PROCESS_BYTES = 600_000_000
+PROCESS_BYTES = 500_000_000
 """A CPU job's interpreter with torch, transformers, peft and trl, which its peak includes."""
 GPU_MARGIN, CPU_MARGIN = 1.25, 2.0
 """Estimates this far beyond the memory are refused. They are right within about a quarter, and a config that does run

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from frozen.timer import Budget
 from harness.config import TrialConfig
-from harness.jobs.job import ScoreJob, TrainJob
+from harness.jobs.job import MergeJob, ScoreJob, TrainJob
+from harness.paths import GUARD
 from harness.records import AbortIf
 from harness.study import Study
 
@@ -23,7 +24,9 @@ def train_order(
 ) -> TrainJob:
     """Return the order to train ``config`` in ``folder``, which is all that the child may write."""
     return TrainJob(
+        task=study.file.study.task,
         config=config,
+        base=_base(study),
         seed=seed,
         budget=str(budget),
         train=study.paths.split("train").resolve(),
@@ -38,14 +41,51 @@ def train_order(
     )
 
 
-def score_order(study: Study, config: TrialConfig, *, weights: Path, split: str) -> ScoreJob:
-    """Return the order to score the model folder ``weights`` on ``val`` or ``holdout``."""
+def score_order(study: Study, config: TrialConfig, *, weights: Path | None, split: str) -> ScoreJob:
+    """Return the order to score the model folder ``weights`` on ``val``, ``holdout`` or ``guard``.
+
+    Without weights it is the untouched base model that is scored, in the precision and the tokenizer of all the others.
+    The guard set is plain text, whatever the study's task.
+    """
     return ScoreJob(
+        task="continue" if split == GUARD else study.file.study.task,
         config=config,
-        weights=weights.resolve(),
+        base=_base(study),
+        weights=None if weights is None else weights.resolve(),
         split=study.paths.split(split).resolve(),
         tokenizer=study.paths.tokenizer.resolve(),
         evaluation=study.evaluation,
         device=study.device,
         threads=study.threads,
     )
+
+
+def splits_of(study: Study) -> tuple[str, ...]:
+    """Return the splits that every trial is scored on, in this order."""
+    return ("val",) if study.file.eval.guard is None else ("val", GUARD)
+
+
+def merge_order(study: Study, config: TrialConfig, *, weights: Path, folder: Path) -> MergeJob:
+    """Return the order to make one full model of the adapter in ``weights`` and its base, below ``folder``."""
+    base = _base(study)
+    assert base is not None, "a fresh model has no adapter"
+    return MergeJob(
+        config=config,
+        base=base,
+        weights=weights.resolve(),
+        split=study.paths.split("val").resolve(),
+        tokenizer=study.paths.tokenizer.resolve(),
+        folder=folder.resolve(),
+        evaluation=study.evaluation,
+        device=study.device,
+        threads=study.threads,
+    )
+
+
+def as_full(config: TrialConfig) -> TrialConfig:
+    """Return the config under which a merged model is scored: all its weights lie in the folder, in full precision."""
+    return config.model_copy(update={"method": "full", "quantization": "none", "adapter": None})
+
+
+def _base(study: Study) -> Path | None:
+    return None if study.base is None else study.paths.base.resolve()

@@ -81,6 +81,16 @@ class ReplayPaths:
         return self.root / "model"
 
     @property
+    def merged(self) -> Path:
+        """The adapter and its base as one model, where that was asked for."""
+        return self.root / "merged"
+
+    @property
+    def merging(self) -> Path:
+        """Working folder of the merging child: what it makes becomes `merged` once it is scored."""
+        return self.root / "merging"
+
+    @property
     def log(self) -> Path:
         """Output of the children."""
         return self.root / "log.txt"

@@ -7,7 +7,7 @@ gate, and what is turned away gets a sentence that says why, with the number or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -214,6 +214,21 @@ class Policy(Section):
             if name in without_meaning and flat[name] != self.knobs[name].default:
                 raise BadValue(f"{name} means nothing here: it needs {self.conditions.needs(name, flat)}")
         return unflatten(settled(flat, self.knobs))
+
+    def slow_precision(self, baseline: TrialConfig, overrides: Collection[str], device: str) -> str | None:
+        """Say why a study on a CPU would crawl, and what to do; None where its owner chose the precision, or on a GPU.
+
+        Without AVX-512 or AMX a CPU computes bf16 4 to 27 times slower than fp32, which looks like a hang. One that has
+        them is its owner's to name; a search must not find out by itself, so there a knob is refused.
+        """
+        if device != "cpu":
+            return None
+        slow = "a CPU computes bf16 4 to 27 times slower than fp32"
+        if "precision" in self.knobs and "bf16" in self.knobs["precision"].choices:
+            return f"precision is a knob that may become 'bf16', and {slow}: write precision = \"fp32\" under [fixed]"
+        if baseline.precision == "bf16" and "precision" not in overrides:
+            return f"the policy's precision is 'bf16', and {slow}: add --set precision=fp32 (or bf16, to insist)"
+        return None
 
     @property
     def conditions(self) -> Conditions:

@@ -38,7 +38,8 @@ class Wish:
     predicted_change: float | None = None
     confidence: float | None = None
     abort_above: float | None = None
-    """Probe bits per byte above which the screening run ends, from ``abort_after`` of its budget on."""
+    """Score of the probe, in the study's metric, above which the screening run ends, from ``abort_after`` of its budget
+    on."""
     abort_after: float | None = None
 
 

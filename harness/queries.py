@@ -26,6 +26,7 @@ from harness.noise import pool_noise
 from harness.records import (
     BASELINE,
     CurvePoint,
+    Guard,
     History,
     Noise,
     Past,
@@ -56,6 +57,8 @@ from harness.rows import (
 BUSY_SECONDS = 30.0
 SEARCHED = f"role <> '{Role.FINAL.value}'"
 """Which trials are the search's: what a replay runs, perhaps under another budget, decides nothing and is no lesson."""
+GUARD_EVENT = "guard"
+"""Kind of the event that says what the guard set allows."""
 ENDINGS = (
     f"SELECT 'trial' AS kind, id AS number, ended FROM trials WHERE ended IS NOT NULL AND {SEARCHED}"
     " UNION ALL SELECT 'proposal', number, ended FROM proposals WHERE ended IS NOT NULL"
@@ -141,6 +144,14 @@ class Reader:
         if not found:
             raise BadInput(f"the study has no trial {trial}")
         return found[0]
+
+    def reference(self) -> Trial | None:
+        """Return the untouched base model's trial once it is scored; a fresh model has none.
+
+        It does not change with the machine's epoch: what is compared with it is far above that.
+        """
+        scored = (Role.REFERENCE.value, TrialState.SCORED.value)
+        return next(iter(self._trials("role = ? AND state = ?", *scored, curves=False)), None)
 
     def open_trials(self) -> tuple[Trial, ...]:
         """Return the trials whose rows are still running."""
@@ -257,8 +268,11 @@ class Reader:
         """
         with self.snapshot():
             scores: dict[str, dict[int, float]] = defaultdict(dict)
-            for row in self._rows("SELECT config_digest, replicate, score FROM counted_scores ORDER BY replicate"):
+            guards: dict[str, dict[int, float]] = defaultdict(dict)
+            for row in self._rows("SELECT * FROM counted_scores ORDER BY replicate"):
                 scores[row["config_digest"]][row["replicate"]] = row["score"]
+                if row["guard_score"] is not None:
+                    guards[row["config_digest"]][row["replicate"]] = row["guard_score"]
             rows = self._rows("SELECT * FROM lineage ORDER BY position")
         return tuple(
             Standing(
@@ -268,6 +282,7 @@ class Reader:
                 config=self._configs.value(row["config"]),
                 scores=scores[row["config_digest"]],
                 trial=row["trial"],
+                guard_scores=guards[row["config_digest"]],
             )
             for row in rows
         )
@@ -302,9 +317,28 @@ class Reader:
 
         Screening runs are left out: whoever was selected for a low one would look less noisy than it is.
         """
+        return self._noise("score")
+
+    def guard(self, max_regression: float | None = None) -> Guard | None:
+        """Return the limit on the guard set; None before the untouched base is scored on it, or where there is none.
+
+        A driver says what its study allows. Whoever has nothing but the ledger gets what the driver wrote down, which
+        ``overnight verify`` holds against study.toml.
+        """
+        with self.snapshot():
+            reference = self.reference()
+            if max_regression is None:
+                max_regression = next((event.data["max_regression"] for event in self.events(GUARD_EVENT)), None)
+            if max_regression is None or reference is None or reference.guard_score is None:
+                return None
+            noise = self._noise("guard_score")
+        return Guard(reference=reference.guard_score, max_regression=max_regression, noise=noise)
+
+    def _noise(self, column: str) -> Noise | None:
         groups: dict[str, list[float]] = defaultdict(list)
-        for row in self._rows("SELECT config_digest, score FROM counted_scores ORDER BY trial"):
-            groups[row["config_digest"]].append(row["score"])
+        for row in self._rows(f"SELECT config_digest, {column} AS score FROM counted_scores ORDER BY trial"):
+            if row["score"] is not None:
+                groups[row["config_digest"]].append(row["score"])
         return pool_noise(groups.values())
 
     # --- for proposers and for `verify` ----------------------------------------------------------------------------
@@ -343,7 +377,11 @@ class Reader:
                 device_memory_bytes=device_memory_bytes,
                 program=program,
                 insights=self.insights(),
-                baseline_trials=self._trials(f"proposal IS NULL AND {SEARCHED}", curves=True),
+                baseline_trials=self._trials(
+                    f"proposal IS NULL AND {SEARCHED} AND role <> ?", Role.REFERENCE.value, curves=True
+                ),
+                reference=self.reference(),
+                guard=self.guard(),
             )
 
     def invariants(self) -> list[str]:

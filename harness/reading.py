@@ -111,7 +111,8 @@ def show(arguments: argparse.Namespace) -> int:
         number = proposal_number(what)
         if number is not None:
             past = reader.proposal(number)
-            taken_out = summary.ablated(summary.gather(reader, driver_lives=driver_lives(paths))).get(past.number)
+            facts = summary.gather(reader, driver_lives=driver_lives(paths))
+            taken_out = summary.ablated(facts).get(past.number)
             if arguments.json:
                 trials = {"trials": [documents.trial(trial) for trial in past.trials]}
                 put(documents.proposal(past) | documents.without(taken_out) | trials)
@@ -119,10 +120,11 @@ def show(arguments: argparse.Namespace) -> int:
             from harness.report import table
 
             nodes = {standing.node: standing.config for standing in reader.lineage()}
-            _print(table.proposal(past, None if past.parent is None else nodes.get(past.parent), taken_out))
+            parent = None if past.parent is None else nodes.get(past.parent)
+            _print(table.proposal(past, parent, taken_out, facts.study, facts.guard))
             return 0
         trial = named_trial(reader, what)
-        sensors = reader.sensors(trial.id)
+        sensors, study, guard = reader.sensors(trial.id), reader.study(), reader.guard()
         held = _held(paths, reader, trial)
     if arguments.json:
         read = {"device_celsius": sensors.celsius, "device_watts": sensors.watts}
@@ -130,7 +132,7 @@ def show(arguments: argparse.Namespace) -> int:
     else:
         from harness.report import table
 
-        _print(table.trial(trial, sensors, held))
+        _print(table.trial(trial, sensors, study, guard, held))
     return 0
 
 
@@ -180,7 +182,7 @@ def compare(arguments: argparse.Namespace) -> int:
     else:
         from harness.report import table
 
-        _print(table.comparison(found, facts.study.metric))
+        _print(table.comparison(found, facts.study))
     return 0
 
 
@@ -197,14 +199,21 @@ def proposal_number(what: str) -> int | None:
 
 
 def named_trial(reader: Reader, what: str) -> Trial:
-    """Return the trial of a number, or the one whose checkpoint stands for ``best`` or ``baseline``."""
+    """Return the trial of a number, the untouched ``base``, or the one that stands for ``best`` or ``baseline``."""
+    if what == "base":
+        reference = reader.reference()
+        if reference is None:
+            raise BadInput("there is no untouched base: a fresh model is trained, or nothing was scored yet")
+        return reference
     if what in ("best", "baseline"):
         standing = reader.incumbent() if what == "best" else reader.baseline()
         if standing is None or standing.trial is None:
             raise BadInput(f"there is no {what} yet: the baseline has no score")
         return reader.trial(standing.trial)
     if not (what.isascii() and what.isdigit()):
-        raise BadInput(f"{what[:40]!r} is no trial: give its number, best or baseline (proposals: `overnight show p7`)")
+        raise BadInput(
+            f"{what[:40]!r} is no trial: give its number, best, baseline or base (proposals: `overnight show p7`)"
+        )
     return reader.trial(_number(what))
 
 

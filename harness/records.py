@@ -25,6 +25,8 @@ UNTRAINED = "untrained"
 """What stands for the budget of a trial of role ``reference``."""
 BASELINE = 0
 """The lineage node that every search starts from; proposals are numbered from 1."""
+BREAKS_GUARD = "breaks the guard"
+"""How the reason of a verdict begins that turns a config down for the guard set, however good its score."""
 
 
 class Record(BaseModel):
@@ -115,6 +117,10 @@ class Role(StrEnum):
     """A config that ran out of memory, with half the per-device batch and twice the accumulation."""
     FINAL = "final"
     """Of a replay: a reproduction, a full run, or the best config with a step of its lineage taken out."""
+
+
+UNCOUNTED = frozenset({Role.REFERENCE, Role.FINAL})
+"""Roles of trials that are no part of what is compared: nothing rests on them, and nothing is learned from them."""
 
 
 class TrialState(StrEnum):
@@ -342,7 +348,38 @@ class Noise:
         return score if step == 0 else round(round(score / step) * step, 12)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """The limit on the guard set: a kept config must not pay for its score with what the base model could do."""
+
+    reference: float
+    """Bits per byte of the untouched base model on the guard set."""
+    max_regression: float
+    """Bits per byte by which a config may be worse than that."""
+    noise: Noise | None = None
+    """Of one trial's score on the guard set across seeds; None before it is known."""
+
+    def is_broken_by(self, score: float) -> bool:
+        """Tell whether a score on the guard set is worse than allowed."""
+        return score - self.reference > self.max_regression
+
+    def told(self, score: float, over: str = "") -> str:
+        """Say that a score on the guard set, perhaps a mean ``over`` some seeds, is worse than allowed."""
+        worse = f"{score - self.reference:.4f}".rstrip("0")
+        return (
+            f"{BREAKS_GUARD}: {worse} bits per byte worse than the untouched base on the guard set{over},"
+            f" {self.max_regression:g} are allowed"
+        )
+
+
 # --- history -----------------------------------------------------------------------------------------------------
+
+
+def unit_of(metric: str, task: str) -> str:
+    """Return what a score counts, in words: a metric's name alone does not say which text it is taken over."""
+    if metric == "bits_per_pair":
+        return "bits per preference pair"
+    return "bits per byte of the answers" if task == "sft" else "bits per byte"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,11 +396,18 @@ class Standing:
     """Replicate number to score; a kept proposal's screening run is left out."""
     trial: int | None
     """Trial whose checkpoint stands for it."""
+    guard_scores: Mapping[int, float] = field(default_factory=dict)
+    """Replicate number to bits per byte on the guard set, of the same trials; empty where the study has none."""
 
     @property
     def score(self) -> float | None:
         """Mean of the replicates, or None before the first one."""
         return sum(self.scores.values()) / len(self.scores) if self.scores else None
+
+    @property
+    def guard_score(self) -> float | None:
+        """Mean of the replicates on the guard set; None where there is none."""
+        return sum(self.guard_scores.values()) / len(self.guard_scores) if self.guard_scores else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -419,3 +463,7 @@ class History:
     insights: tuple[str, ...] = field(default=())
     baseline_trials: tuple[Trial, ...] = field(default=())
     """Trials that belong to no proposal (baseline, control, canary), with their curves: what to learn from first."""
+    reference: Trial | None = None
+    """The untouched base model, scored: to compare with, never to learn from. None for a fresh model."""
+    guard: Guard | None = None
+    """The limit on the guard set, where the study has one and the untouched base is scored."""

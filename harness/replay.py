@@ -4,7 +4,9 @@ First `reproduce`: the incumbent's config with a seed that the search never used
 land within the noise. On request `ablate`: the same with every kept step taken out in turn. Then `full_run`: the
 baseline and the incumbent trained under a larger budget of the owner's.
 Schedules are functions of budget progress, so they are derived anew and not stretched. Both are scored on val and,
-once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The full run writes
+once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The untouched base
+model looks once per study: it does not change with the budget. An adapter can be merged into its base on request, which
+must not move its score. The full run writes
 checkpoints at the probe points and goes on from the newest one after ``kill -9``. A winner that does not reproduce is
 not trained further.
 
@@ -18,10 +20,12 @@ import math
 import shutil
 from collections.abc import Collection
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Literal
 
 from scipy import stats
 
+from frozen.sampling import positions_per_epoch
 from frozen.timer import Budget
 from frozen.tokens import EncodedSplit
 from harness import checkpoints
@@ -30,18 +34,27 @@ from harness.card import model_card
 from harness.config import TrialConfig
 from harness.errors import CheckFailed, WrongUse
 from harness.files import write_whole
-from harness.finals import SECONDS_PER_DAY, FinalRunner
-from harness.fullrun import FULL_RUN_REPLICATE, FullRun, FullScores, Replayed, Reproduction, is_full_run
+from harness.finals import CARD, SECONDS_PER_DAY, FinalRunner
+from harness.fullrun import (
+    FULL_RUN_REPLICATE,
+    FullRun,
+    FullScores,
+    Merge,
+    Replayed,
+    Reproduction,
+    is_full_run,
+)
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.locks import device_lock, driver_lock
-from harness.orders import score_order
+from harness.orders import as_full, merge_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
 from harness.records import (
     BASELINE,
     FAILURES,
     Failed,
+    Merged,
     Role,
     Scored,
     Standing,
@@ -50,7 +63,8 @@ from harness.records import (
     TrialState,
 )
 from harness.recovery import recover
-from harness.study import Study
+from harness.report import words
+from harness.study import BYTES_PER_PARAMETER, Study
 from harness.upgrade import Tool, tool_of
 from harness.view import View
 
@@ -62,8 +76,8 @@ AGREEMENT = 0.99
 """Two-sided confidence at which a reproduction is said to differ."""
 REPRODUCED = "reproduced"
 """Kind of the event that a reproduction leaves."""
-CARD = "README.md"
-"""Written into the model folder after it was scored, so no part of its digest."""
+MERGED = "merged"
+"""Kind of the event that a merge leaves."""
 Who = Literal["best", "baseline"]
 
 
@@ -181,21 +195,28 @@ class Replay:
 
     # --- full run ---
 
-    def full_run(self, budget: Budget) -> FullRun:
-        """Train baseline and incumbent under ``budget``; go on where an earlier call with the same budget stopped."""
+    def full_run(self, budget: Budget, *, merge: bool = False) -> FullRun:
+        """Train baseline and incumbent under ``budget``; go on where an earlier call with the same budget stopped.
+
+        With ``merge`` an adapter is also made part of its base; `WrongUse` if the incumbent is none.
+        """
         incumbent, baseline = self._incumbent(), self.reader.baseline()
         assert baseline is not None
+        if merge:
+            self.refuse_to_merge()
         self._refuse_other_tools("best", incumbent, budget)
         self._refuse_other_tools("baseline", baseline, budget)
         self._make_room(incumbent, baseline)
         best = self._full_scores("best", incumbent, budget)
-        base = best if incumbent.node == BASELINE else self._full_scores("baseline", baseline, budget)
+        paths = self._paths("best", incumbent, budget)
         run = FullRun(
             budget=str(budget),
             node=incumbent.node,
             best=best,
-            baseline=base,
-            model=self._paths("best", incumbent, budget).model,
+            baseline=best if incumbent.node == BASELINE else self._full_scores("baseline", baseline, budget),
+            model=paths.model,
+            base=self._base_scores(),
+            merged=self._merged(self.reader.trial(best.trial), paths) if merge else None,
         )
         card = model_card(self.study, self.reader, run)
         write_whole(run.model / CARD, card)
@@ -213,8 +234,27 @@ class Replay:
         assert trial.score is not None
         self._check_model(trial, paths)
         shutil.rmtree(paths.train, ignore_errors=True)  # left by a death between closing the row and cleaning up
-        holdout = self._holdout(trial, paths)
-        return FullScores(trial=trial.id, val=trial.score, val_perplexity=trial.perplexity, holdout=holdout)
+        return self._with_holdout(trial, paths.model, paths.log)
+
+    def _base_scores(self) -> FullScores | None:
+        """Return what the untouched base comes to; None where a fresh model is trained."""
+        reference = self.reader.reference()
+        if reference is None:
+            return None
+        return self._with_holdout(reference, None, self.study.paths.trial(reference.id).log)
+
+    def _with_holdout(self, trial: Trial, weights: Path | None, log: Path) -> FullScores:
+        assert trial.score is not None
+        holdout, accuracy = self._holdout(trial, weights, log)
+        return FullScores(
+            trial=trial.id,
+            val=trial.score,
+            val_perplexity=trial.perplexity,
+            val_accuracy=trial.accuracy,
+            holdout=holdout,
+            holdout_accuracy=accuracy,
+            guard=trial.guard_score,
+        )
 
     def _refuse_other_tools(self, who: Who, standing: Standing, budget: Budget) -> None:
         """Refuse what another tool has trained to its end: one config, seed and budget has one score.
@@ -233,23 +273,70 @@ class Replay:
         if checkpoints.digest_of(paths.model, besides=(CARD,)) != trial.checkpoint_digest:
             raise CheckFailed(f"the model in {paths.model} is not the one that trial {trial.id} scored")
 
-    def _holdout(self, trial: Trial, paths: ReplayPaths) -> float:
-        """Look at the holdout once; later calls get the number that the ledger has."""
+    def _holdout(self, trial: Trial, weights: Path | None, log: Path) -> tuple[float, float | None]:
+        """Look at the holdout once, and return score and accuracy; later calls get what the ledger has."""
         for event in self.reader.events("holdout_score"):
             if event.data["trial"] == trial.id:
-                return float(event.data["score"])
+                return float(event.data["score"]), event.data.get("accuracy")
         looks = sum(event.data["trial"] == trial.id for event in self.reader.events("holdout_look")) + 1
         self.ledger.event("holdout_look", f"trial {trial.id} looks at the holdout", {"trial": trial.id, "look": looks})
-        job = score_order(self.study, trial.config, weights=paths.model, split="holdout")
-        self.finals.check_tool()
-        scored = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
+        scored = self.finals.score(trial.config, weights, "holdout", log)
         if not isinstance(scored, Scored):
-            raise CheckFailed(f"the holdout could not be scored: {_reason(scored)}; see {paths.log}")
-        score = scored.nats / (math.log(2) * scored.bytes)
-        self.ledger.event(
-            "holdout_score", f"trial {trial.id}: {score:.4f} on the holdout", {"trial": trial.id, "score": score}
+            raise CheckFailed(f"the holdout could not be scored: {_reason(scored)}; see {log}")
+        found = {"trial": trial.id, "score": scored.score}
+        if scored.accuracy is not None:
+            found["accuracy"] = scored.accuracy
+        self.ledger.event("holdout_score", f"trial {trial.id}: {scored.score:.4f} on the holdout", found)
+        return scored.score, scored.accuracy
+
+    # --- merge ---
+
+    def refuse_to_merge(self) -> None:
+        """Raise `WrongUse` unless the incumbent is an adapter: only that can be merged into a base."""
+        incumbent = self._incumbent()
+        if self.study.base is None or incumbent.config.method != "lora":
+            what = "a fresh model" if self.study.base is None else "all weights of its base"
+            raise WrongUse(f"node {incumbent.node} trains {what}: its full run is a whole model, with nothing to merge")
+
+    def _merged(self, trial: Trial, paths: ReplayPaths) -> Merge:
+        """Merge a full run's adapter into its base, whole or not at all, and score the outcome on val."""
+        for event in self.reader.events(MERGED):
+            if event.data["trial"] == trial.id and paths.merged.exists():
+                if checkpoints.digest_of(paths.merged, besides=(CARD,)) != event.data["digest"]:
+                    raise CheckFailed(
+                        f"the model in {paths.merged} is not the one that trial {trial.id} was merged into"
+                    )
+                return self._merge(trial, paths, event.data["score"])
+        assert self.study.base is not None
+        assert trial.score is not None
+        checkpoints.make_room(self.study.paths, self._running(), 2 * BYTES_PER_PARAMETER * self.study.base.parameters)
+        for left in (paths.merging, paths.merged):
+            shutil.rmtree(left, ignore_errors=True)
+        self.finals.check_tool()
+        job = merge_order(self.study, trial.config, weights=paths.model, folder=paths.merging)
+        merged = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY)
+        if not isinstance(merged, Merged):
+            raise CheckFailed(f"the adapter could not be merged: {_reason(merged)}; see {paths.log}")
+        model = paths.merging / "model"
+        scored = self.finals.score(as_full(trial.config), model, "val", paths.log)
+        if not isinstance(scored, Scored):
+            raise CheckFailed(f"the merged model could not be scored: {_reason(scored)}; see {paths.log}")
+        digest = checkpoints.digest_of(model, besides=(CARD,))
+        model.rename(paths.merged)
+        shutil.rmtree(paths.merging)
+        found = self._merge(trial, paths, scored.score)
+        facts = {"trial": trial.id, "score": found.val, "difference": found.difference, "digest": digest}
+        self.ledger.event(MERGED, f"trial {trial.id}: {words.merged(found)}", facts)
+        return found
+
+    def _merge(self, trial: Trial, paths: ReplayPaths, score: float) -> Merge:
+        assert trial.score is not None
+        return Merge(
+            folder=paths.merged,
+            val=score,
+            difference=score - trial.score,
+            is_unquantized=trial.config.quantization != "none",
         )
-        return score
 
     # --- where and what ---
 
@@ -281,10 +368,18 @@ class Replay:
         return None
 
 
-def replay(study: Study, budget: Budget | None, view: View, *, ablate: bool = False, cold: bool = False) -> Replayed:
+def replay(
+    study: Study,
+    budget: Budget | None,
+    view: View,
+    *,
+    ablate: bool = False,
+    merge: bool = False,
+    cold: bool = False,
+) -> Replayed:
     """Reproduce the incumbent; then, if asked, take out its steps in turn, and train it as a full run under ``budget``.
 
-    The driver's lock is held throughout.
+    With ``merge`` the full run's adapter is made part of its base as well. The driver's lock is held throughout.
 
     `CheckFailed`: the winner does not reproduce, or a run failed. `SealBroken`: something sealed has changed that no
     upgrade of the tool explains. `StoppedEarly`: the disk is too full. A `KeyboardInterrupt` (the command line makes
@@ -302,22 +397,38 @@ def replay(study: Study, budget: Budget | None, view: View, *, ablate: bool = Fa
         recover(study.mark, ledger, reader)  # before our own nursery carries the mark that is swept
         with Launcher(bytecode=study.paths.bytecode, mark=study.mark, cold=cold, threads=study.threads) as launcher:
             runner = Replay(study, tool, ledger, reader, launcher, view)
+            if merge:
+                runner.refuse_to_merge()  # before anything is run for it
             if budget is None and not ablate:
                 return Replayed(reproduction=runner.reproduce(), ablation=None, full=None)
             return Replayed(
                 reproduction=runner.reproduced(),
                 ablation=runner.ablate() if ablate else None,
-                full=runner.full_run(budget) if budget is not None else None,
+                full=runner.full_run(budget, merge=merge) if budget is not None else None,
             )
 
 
 def budget_of_epochs(study: Study, epochs: float) -> Budget:
-    """Return the token budget of ``epochs`` passes over the training split, separators included.
+    """Return the token budget of ``epochs`` passes over the training split.
 
-    It is the same for baseline and winner, whatever share of the documents their configs read.
+    It is the same for baseline and winner, whatever share of the documents their configs read. Rows are laid out as the
+    winner's, because conversations and pairs are padded or packed, and padding is charged too.
     """
-    split = EncodedSplit.load(study.paths.split("train"))
-    return Budget("tokens", float(math.ceil(epochs * (len(split.tokens) + split.documents))))
+    with Reader(study.paths.ledger) as reader:
+        incumbent = reader.incumbent()
+    batch = (study.baseline if incumbent is None else incumbent.config).batch
+    pass_positions = positions_per_epoch(
+        EncodedSplit.load(study.paths.split("train")),
+        sequence_length=batch.sequence_length,
+        batch_sequences=batch.per_device,
+        packing=batch.packing,
+        fraction=1.0,
+        order="shuffled",
+        weights={},
+        temperature=1.0,
+        general_fraction=0.0,
+    )
+    return Budget("tokens", float(math.ceil(epochs * pass_positions)))
 
 
 def _must_be_scored(trial: Trial, paths: ReplayPaths) -> None:
@@ -325,5 +436,5 @@ def _must_be_scored(trial: Trial, paths: ReplayPaths) -> None:
         raise CheckFailed(f"trial {trial.id} ended {trial.state.value}: {trial.error_text}; see {paths.log}")
 
 
-def _reason(failed: Trained | Scored | Failed) -> str:
+def _reason(failed: Trained | Scored | Merged | Failed) -> str:
     return f"{failed.state.value}, {failed.error_text}" if isinstance(failed, Failed) else "a wrong answer"

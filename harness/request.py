@@ -20,6 +20,7 @@ from harness import disk, origin
 from harness.base import Base, locate
 from harness.config import Task, TrialConfig, Value, explain
 from harness.errors import BadInput
+from harness.memory import Gauge
 from harness.policy import Policy, find_policy, packaged_policies, too_long
 from harness.sizes import BaseFacts
 from harness.sources import OPTIONS, data_sources, guard_set, pinned
@@ -254,6 +255,7 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
     refusal = plan.policy.too_few_steps(baseline, plan.budget, vocabulary, facts)
     if refusal is not None:
         raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
+    _check_device(plan, baseline, vocabulary, facts)
     asked = Asked(
         task=plan.task,
         model=plan.model,
@@ -269,6 +271,19 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
         StudyFile(study=asked, baseline=dict(plan.baseline), eval=evaluation).model_dump(mode="json")
     )
     return Checked(file=file, policy_file=plan.policy_file, text_bytes=plan.text_bytes, base=base)
+
+
+def _check_device(plan: Plan, baseline: TrialConfig, vocabulary: int, base: BaseFacts | None) -> None:
+    """Refuse what would crawl on this machine's device, or cannot fit it."""
+    device = origin.device()
+    slow = plan.policy.slow_precision(baseline, plan.baseline, device)
+    if slow is not None:
+        raise BadInput(slow)
+    memory = origin.device_memory_bytes(device)
+    gauge = Gauge(vocabulary=vocabulary, base=base, on_gpu=device != "cpu", memory_bytes=memory)
+    misfit = gauge.misfit(baseline)
+    if misfit is not None:
+        raise BadInput(f"the baseline does not fit this machine: {misfit}")
 
 
 def _with_keys(request: Request, plan: Plan, evaluation: Evaluation) -> Evaluation:

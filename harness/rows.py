@@ -151,8 +151,9 @@ class Ending:
         if self.failed is not None:
             if self.failed.state not in UNSCORED_ENDINGS:
                 raise ValueError(f"a failed trial cannot end as {self.failed.state.value}")
-            if self.checkpoint_digest is not None or self.perplexity is not None:
-                raise ValueError("a failed trial has neither perplexity nor checkpoint")
+            figures = (self.perplexity, self.accuracy, self.guard_score)
+            if self.checkpoint_digest is not None or any(figure is not None for figure in figures):
+                raise ValueError("a failed trial has neither figures nor a checkpoint")
 
     def observed(self, points: Sequence[CurvePoint], sensed: Sensed) -> Self:
         """Return the same ending with what the driver saw on the way: the curve, and the device's sensors."""
@@ -173,9 +174,13 @@ class Ending:
         guard: Scored | None = None,
         curve: tuple[CurvePoint, ...] = (),
     ) -> Self:
-        """Return the ending of a scored trial, with what the guard set came to where the study has one."""
+        """Return the ending of a scored trial, with what the guard set came to where the study has one.
+
+        Its seconds of scoring are those of both sets.
+        """
+        spent = scored.score_seconds + (0.0 if guard is None else guard.score_seconds)
         return cls(
-            scored=scored,
+            scored=scored.model_copy(update={"score_seconds": spent}),
             trained=trained,
             score=scored.score,
             perplexity=scored.perplexity,

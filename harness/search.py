@@ -27,9 +27,22 @@ from harness.locks import device_lock, driver_lock
 from harness.owner import Ended, Owner, Stopped
 from harness.policy import Refusal
 from harness.proposers import load_proposer
-from harness.queries import Reader
-from harness.records import BASELINE, Decision, History, Past, Proposal, ProposalState, Role, Trial, Verdict
+from harness.queries import GUARD_EVENT, Reader
+from harness.records import (
+    BASELINE,
+    UNCOUNTED,
+    Decision,
+    Guard,
+    History,
+    Past,
+    Proposal,
+    ProposalState,
+    Role,
+    Trial,
+    Verdict,
+)
 from harness.recovery import recover
+from harness.report.summary import gather, warnings
 from harness.rows import NewNode
 from harness.study import Study
 from harness.studyfile import Agent
@@ -156,7 +169,7 @@ class Loop:
         return stopped
 
     def loop(self) -> Stopped:
-        """Baseline, then proposal after proposal."""
+        """Run the untouched base where there is one, the baseline, then proposal after proposal."""
         while (reason := self.limit()) is None:
             step = self.baseline_step()
             if step is not None:
@@ -177,7 +190,10 @@ class Loop:
     # --- baseline ---
 
     def baseline_step(self) -> Run | None:
-        """Return the baseline's next trial, or None when it has enough replicates."""
+        """Return the next trial of the untouched base or of the baseline, or None when there are enough."""
+        if self.study.base is not None and self.reader.reference() is None:
+            return Run(role=Role.REFERENCE, config=self.study.baseline, replicate=0, proposal=None)
+        self.note_guard()
         trials = self.reader.trials()
         scores = {trial.replicate for trial in self.trials_of(self.study.baseline) if trial.score is not None}
         if scores and self.reader.baseline() is None:
@@ -197,20 +213,42 @@ class Loop:
                 f"the {step.role.value} failed: trial {trial.id} ended {trial.state.value} ({trial.error_text});"
                 f" see {self.study.paths.trial(trial.id).log}"
             )
+        if step.role is Role.BASELINE and self.baseline_step() is None:
+            for line in warnings(gather(self.reader, driver_lives=True)):
+                self.view.say(line)
+
+    def note_guard(self) -> None:
+        """Write down once what the guard set allows, for readers that have nothing but the ledger."""
+        guard = self.guard()
+        if guard is None or self.reader.events(GUARD_EVENT):
+            return
+        text = (
+            f"the untouched base scores {guard.reference:.4f} bits per byte on the guard set; a config may be"
+            f" {guard.max_regression:g} worse"
+        )
+        self.ledger.event(GUARD_EVENT, text, {"reference": guard.reference, "max_regression": guard.max_regression})
+
+    def guard(self) -> Guard | None:
+        """Return the limit on the guard set, where the study has one."""
+        asked = self.study.file.eval.guard
+        return None if asked is None else self.reader.guard(asked.max_regression)
 
     def seat_baseline(self) -> None:
         """Make the baseline's first replicate the root of the lineage; after a crash as well as right away."""
-        first = next(t for t in self.reader.trials() if t.config == self.study.baseline and t.score is not None)
+        first = next(
+            trial for trial in self.trials_of(self.study.baseline, every_epoch=True) if trial.score is not None
+        )
         digest = checkpoints.publish(self.study.paths, first.id, BASELINE, expected=first.checkpoint_digest)
         self.ledger.seat_baseline(first.config, first.id, digest)
 
-    def trials_of(self, config: TrialConfig) -> list[Trial]:
-        """Return the search's trials of a config in the current epoch."""
-        wanted = (config, self.reader.epoch(), str(self.study.budget))
+    def trials_of(self, config: TrialConfig, *, every_epoch: bool = False) -> list[Trial]:
+        """Return the search's trials of a config, in the current epoch or in every one."""
+        wanted, epoch = (config, str(self.study.budget)), self.reader.epoch()
         return [
             trial
             for trial in self.reader.trials()
-            if (trial.config, trial.epoch, trial.budget) == wanted and trial.role is not Role.FINAL
+            if (trial.config, trial.budget) == wanted and trial.role not in UNCOUNTED
+            if every_epoch or trial.epoch == epoch
         ]
 
     def control_step(self) -> Run | None:
@@ -339,6 +377,7 @@ class Loop:
                 epoch=self.reader.epoch(),
                 known=self.reader.known_configs(),
                 incumbent_failed=failed_replicates(self.trials_of(incumbent.config)),
+                guard=self.guard(),
             )
             match step:
                 case Run():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
-from frozen.timer import Budget
 from harness import checkpoints
 from harness.config import TrialConfig, flatten
 from harness.errors import CheckFailed
@@ -13,11 +13,11 @@ from harness.files import write_whole
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.limits import expected_seconds
-from harness.orders import score_order, train_order
+from harness.orders import score_order, splits_of, train_order
 from harness.owner import Owner
 from harness.paths import TrialPaths
 from harness.queries import Reader
-from harness.records import CurvePoint, Failed, Scored, Trained, Trial, TrialState
+from harness.records import UNTRAINED, CurvePoint, Failed, Role, Scored, Trained, Trial, TrialState
 from harness.rows import Ending
 from harness.sensors import NOTHING, Sensors
 from harness.study import Study
@@ -46,12 +46,14 @@ class TrialRunner:
     def run(self, step: Run, meanwhile: Callable[[], None] = lambda: None) -> Trial:
         """Run one trial to its closed row; raises `Ended` afterwards if the owner asked to stop meanwhile.
 
-        ``meanwhile`` is called several times a second while its jobs run.
+        ``meanwhile`` is called several times a second while its jobs run. The untouched base is only scored.
         """
         self._owner.obey()
-        study = self._study
+        study, trains = self._study, step.role is not Role.REFERENCE
+        budget = str(study.budget) if trains else UNTRAINED
         seal = study.seal.verify(thorough=False)
-        checkpoints.make_room(study.paths, self.needed_trials(), 2 * study.bytes_of(step.config))
+        if trains:
+            checkpoints.make_room(study.paths, self.needed_trials(), 2 * study.bytes_of(step.config))
         seed = study.seed_of(step.replicate)
         number = self._ledger.begin(
             proposal=step.proposal,
@@ -60,18 +62,26 @@ class TrialRunner:
             seed=seed,
             replicate=step.replicate,
             epoch=self._reader.epoch(),
-            budget=str(study.budget),
+            budget=budget,
             seal=seal,
             device=study.device,
             sandbox=self._launcher.sandbox_tier,
         )
         paths = study.paths.trial(number)
-        paths.train.mkdir(parents=True)
-        _write_order(paths, step.config, seed, study.budget)
+        (paths.train if trains else paths.root).mkdir(parents=True)
+        _write_order(paths, step.config, seed, budget)
         self._view.trial_began(self._reader.trial(number))
         points: list[CurvePoint] = []
         self._sensed = NOTHING
-        ending = self._train_and_score(step, seed, paths, number, points, meanwhile)
+
+        def should_stop() -> bool:
+            meanwhile()
+            return self._owner.wants_stop()
+
+        if trains:
+            ending = self._train_and_score(step, seed, paths, number, points, should_stop)
+        else:
+            ending = self._score(step, None, paths, should_stop)
         self._ledger.close_trial(number, ending.observed(points, self._sensed))
         trial = self._reader.trial(number)
         self._view.trial_ended(trial)
@@ -96,12 +106,8 @@ class TrialRunner:
         paths: TrialPaths,
         number: int,
         points: list[CurvePoint],
-        meanwhile: Callable[[], None],
+        should_stop: Callable[[], bool],
     ) -> Ending:
-        def should_stop() -> bool:
-            meanwhile()
-            return self._owner.wants_stop()
-
         def on_point(point: CurvePoint) -> None:
             points.append(point)
             with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
@@ -131,19 +137,30 @@ class TrialRunner:
         except CheckFailed as error:  # links or nothing where a model should be
             return Ending.of_failed(_invalid(str(error)), trained=trained)
         self._study.seal.verify(thorough=False)
-        scored = self._launcher.run(
-            score_order(self._study, step.config, weights=paths.weights, split="val"),
-            log=paths.log,
-            deadline_seconds=self._deadline_seconds(),
-            should_stop=should_stop,
-        )
-        if not isinstance(scored, Scored):
-            assert isinstance(scored, Failed)
-            return Ending.of_failed(scored, trained=trained)
+        ending = self._score(step, trained, paths, should_stop)
+        if ending.failed is not None:
+            return ending
         if checkpoints.digest_of(paths.weights) != checkpoint:
             changed = _invalid("the weights changed while they were being scored")
             return Ending.of_failed(changed, trained=trained)
-        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=checkpoint)
+        return replace(ending, checkpoint_digest=checkpoint)
+
+    def _score(self, step: Run, trained: Trained | None, paths: TrialPaths, should_stop: Callable[[], bool]) -> Ending:
+        """Score what was trained, or the untouched base, on val and on the guard set where the study has one."""
+        weights, found = None if trained is None else paths.weights, []
+        for split in splits_of(self._study):
+            scored = self._launcher.run(
+                score_order(self._study, step.config, weights=weights, split=split),
+                log=paths.log,
+                deadline_seconds=self._deadline_seconds(),
+                should_stop=should_stop,
+            )
+            if not isinstance(scored, Scored):
+                assert isinstance(scored, Failed)
+                return Ending.of_failed(scored, trained=trained)
+            found.append(scored)
+        val, *guard = found
+        return Ending.of_scored(trained=trained, scored=val, checkpoint_digest=None, guard=guard[0] if guard else None)
 
     def _deadline_seconds(self) -> float:
         """Return how long a job may take by the wall clock: generous for the first, then a multiple of the usual."""
@@ -156,6 +173,6 @@ def _invalid(reason: str) -> Failed:
     return Failed(state=TrialState.INVALID, error_class="BadCheckpoint", error_text=reason)
 
 
-def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: Budget) -> None:
-    order = {"seed": seed, "budget": str(budget), "digest": config.digest, "config": flatten(config)}
+def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: str) -> None:
+    order = {"seed": seed, "budget": budget, "digest": config.digest, "config": flatten(config)}
     write_whole(paths.config_json, json.dumps(order, indent=2) + "\n")

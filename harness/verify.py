@@ -1,5 +1,7 @@
 """Is the study still what its ledger says? Everything sealed is hashed again, and the best checkpoint scored again.
 
+The untouched base model is scored again too, where there is one, and both on the guard set where there is one.
+
 After an upgrade of the tool everything but the tool is held against the seal, and the best checkpoint is scored by the
 new one. That is never plain ``ok``: what differs is named as ``changed``, apart from what ``failed``.
 
@@ -10,7 +12,6 @@ cannot be read is a finding of its own.
 
 from __future__ import annotations
 
-import math
 import os
 import sqlite3
 import tempfile
@@ -24,10 +25,10 @@ from harness.audit import audit, judges_again
 from harness.errors import CannotStart, CheckFailed, OvernightError, StudyLocked
 from harness.jobs.job import ScoreJob
 from harness.locks import device_lock
-from harness.orders import score_order
-from harness.paths import StudyPaths
+from harness.orders import score_order, splits_of
+from harness.paths import GUARD, StudyPaths
 from harness.queries import Reader
-from harness.records import Failed, Scored, Standing, Trained
+from harness.records import Failed, Merged, Scored, Standing, Trained, Trial
 from harness.study import Study, slowest_seconds
 from harness.upgrade import Inspection, Upgrade, inspect
 
@@ -57,7 +58,7 @@ class Finding:
 class Scorer(Protocol):
     """The part of a `Launcher` that is needed to score."""
 
-    def run(self, job: ScoreJob, *, log: Path, deadline_seconds: float) -> Trained | Scored | Failed:
+    def run(self, job: ScoreJob, *, log: Path, deadline_seconds: float) -> Trained | Scored | Merged | Failed:
         """Run a job to its end."""
         ...
 
@@ -83,7 +84,7 @@ def verify(study: Study, *, scorer: Scorer | None = None) -> list[Finding]:
             text = "the best checkpoint is not scored again: with what is broken above, the number would mean nothing"
             findings.append(Finding(what="score", state="failed", text=text))
         else:
-            findings.append(_rescored(study, reader, incumbent, scorer, found.upgrade))
+            findings += _rescored(study, reader, incumbent, scorer, found.upgrade)
     return findings
 
 
@@ -152,29 +153,50 @@ def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator
 
 def _rescored(
     study: Study, reader: Reader, incumbent: Standing, scorer: Scorer | None, upgrade: Upgrade | None
-) -> Finding:
+) -> Iterator[Finding]:
+    """Score the best checkpoint, and the untouched base where there is one, on every split that trials are."""
     assert incumbent.trial is not None
-    trial = reader.trial(incumbent.trial)
+    trial, reference = reader.trial(incumbent.trial), reader.reference()
     digest = reader.checkpoints()[incumbent.node]
-    job = score_order(
-        study, incumbent.config, weights=checkpoints.folder_of(study.paths, incumbent.node, digest), split="val"
-    )
+    weights = checkpoints.folder_of(study.paths, incumbent.node, digest)
+    subjects = [_Subject("the best checkpoint", f"node {incumbent.node}, trial {trial.id}", trial, weights)]
+    if reference is not None:
+        subjects.append(_Subject("the untouched base", f"trial {reference.id}", reference, None))
+    for subject in subjects:
+        for split in splits_of(study):
+            yield _again(study, subject, split, scorer, upgrade)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """Something with a score on record."""
+
+    name: str
+    where: str
+    trial: Trial
+    weights: Path | None
+
+
+def _again(study: Study, subject: _Subject, split: str, scorer: Scorer | None, upgrade: Upgrade | None) -> Finding:
+    """Score one thing on one split again and hold it against its row."""
+    job = score_order(study, subject.trial.config, weights=subject.weights, split=split)
     try:
         scored = _score(study, job, scorer)
     except (CannotStart, StudyLocked) as error:
-        return Finding(what="score", state="failed", text=f"the best checkpoint could not be scored again: {error}")
+        return Finding(what="score", state="failed", text=f"{subject.name} could not be scored again: {error}")
     if not isinstance(scored, Scored):
         reason = (
             f"{scored.state.value}, {scored.error_text}" if isinstance(scored, Failed) else "it was trained instead"
         )
-        return Finding(what="score", state="failed", text=f"the best checkpoint cannot be scored: {reason}")
-    score = scored.nats / (math.log(2) * scored.bytes)
-    assert trial.score is not None
-    same = abs(score - trial.score) <= TOLERANCE
-    text = (
-        f"the best checkpoint (node {incumbent.node}, trial {trial.id}) scores {score:.8f} again;"
-        f" the ledger has {trial.score:.8f}"
-    )
+        return Finding(what="score", state="failed", text=f"{subject.name} cannot be scored: {reason}")
+    recorded = subject.trial.guard_score if split == GUARD else subject.trial.score
+    assert recorded is not None
+    same = abs(scored.score - recorded) <= TOLERANCE
+    on = " on the guard set" if split == GUARD else ""
+    text = f"{subject.name} ({subject.where}) scores {scored.score:.8f} again{on}; the ledger has {recorded:.8f}"
+    if split != GUARD and scored.accuracy != subject.trial.accuracy:
+        same = False
+        text += f"; its accuracy is {scored.accuracy!r}, the ledger has {subject.trial.accuracy!r}"
     if upgrade is None:
         return Finding(what="score", state="ok" if same else "failed", text=text)
     if same:
@@ -187,7 +209,7 @@ def _rescored(
     )
 
 
-def _score(study: Study, job: ScoreJob, scorer: Scorer | None) -> Trained | Scored | Failed:
+def _score(study: Study, job: ScoreJob, scorer: Scorer | None) -> Trained | Scored | Merged | Failed:
     from harness.launch import Launcher  # starts processes: only who verifies needs it
 
     deadline = study.least_deadline_seconds + slowest_seconds(

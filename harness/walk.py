@@ -13,8 +13,10 @@ from harness.config import TrialConfig, apply
 from harness.judge import Evidence, Replicate, judge
 from harness.records import (
     FAILURES,
+    UNCOUNTED,
     AbortIf,
     Decision,
+    Guard,
     JudgeRules,
     Noise,
     Past,
@@ -60,11 +62,13 @@ def next_step(
     epoch: int,
     known: Collection[str],
     incumbent_failed: Collection[int] = (),
+    guard: Guard | None = None,
 ) -> Run | Repair | Verdict:
     """Return what a running proposal needs next.
 
     Only trials of the current ``epoch`` of the machine count. ``known`` holds the digests of all configs of the study;
-    ``incumbent_failed`` the replicates on which the incumbent failed, so that no pair can be made of them.
+    ``incumbent_failed`` the replicates on which the incumbent failed, so that no pair can be made of them. ``guard`` is
+    the limit on the guard set, where the study has one: then every scored trial has a score on it.
     """
     config = past.config
     assert config is not None
@@ -84,6 +88,7 @@ def next_step(
         return _discarded(f"its trial {failure.id} ended {failure.state.value}: {failure.error_text}")
     assert screen.score is not None
     confirmed = {t.replicate: t.score for t in trials if t.replicate > 0 and t.score is not None}
+    guarded = {t.replicate: t.guard_score for t in trials if t.replicate > 0 and t.guard_score is not None}
     evidence = Evidence(
         screen=screen.score,
         candidate=confirmed,
@@ -91,6 +96,9 @@ def next_step(
         incumbent=incumbent.scores,
         noise=noise,
         incumbent_failed=incumbent_failed,
+        guard=guard,
+        guard_screen=screen.guard_score,
+        guard_candidate=guarded,
     )
     answer = judge(evidence, rules)
     match answer:
@@ -118,11 +126,12 @@ def failed_replicates(trials: Sequence[Trial]) -> set[int]:
 def consecutive_failures(trials: Sequence[Trial]) -> int:
     """Return how many trials in a row failed at the end of the search, repairs and canaries put aside.
 
-    Trials that ended with their driver say nothing and are passed over, and so are those of a replay.
+    Trials that ended with their driver say nothing and are passed over, and so are those of a replay and the untouched
+    base, which trains nothing.
     """
     count = 0
     for trial in reversed(trials):
-        if trial.role is Role.FINAL:
+        if trial.role in UNCOUNTED:
             continue
         if trial.state in FAILURES:
             count += 1

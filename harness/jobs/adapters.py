@@ -21,13 +21,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from harness.config import Adapter, TrialConfig
+from harness.config import MOVING, Adapter, TrialConfig
 from harness.jobs.failures import ConfigRefused
 from harness.jobs.model import freeze
 from harness.jobs.weights import ADAPTER_FILE, read_tensors, shapes_of
 from harness.sizes import BaseFacts
 
-_TAKES_APART = ("pissa", "olora")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -79,7 +78,7 @@ def attach(model: PreTrainedModel, config: TrialConfig, facts: BaseFacts, base: 
     adapter = _adapter_of(config)
     _check(adapter, config, facts, transposed=_transposed(model))
     adapted = _attach(model, _lora(adapter, model, facts, base, initialisation=adapter.initialisation))
-    apart = adapter.initialisation in _TAKES_APART
+    apart = adapter.initialisation in MOVING
     initial = {name: tensor.detach().cpu().clone() for name, tensor in _tensors(adapted).items()} if apart else {}
     return Adapted(adapted, _saved(adapter, model, facts, base), initial)
 
@@ -99,7 +98,7 @@ def load(model: PreTrainedModel, config: TrialConfig, facts: BaseFacts, base: Pa
 def go_on(model: PreTrainedModel, config: TrialConfig, facts: BaseFacts, base: Path, folder: Path) -> Adapted:
     """Return what was saved as it was trained: the adapter of another trial of this method and shape, to go on from."""
     adapter = _adapter_of(config)
-    if adapter.initialisation not in _TAKES_APART:
+    if adapter.initialisation not in MOVING:
         return load(model, config, facts, base, folder)
     _check(adapter, config, facts, transposed=_transposed(model))
     adapted = _attach(model, _lora(adapter, model, facts, base, initialisation="default"))
@@ -139,17 +138,8 @@ def _adapter_of(config: TrialConfig) -> Adapter:
 
 def _check(adapter: Adapter, config: TrialConfig, facts: BaseFacts, *, transposed: bool) -> None:
     start = f"adapter.initialisation = {adapter.initialisation!r}"
-    if adapter.initialisation == "orthogonal" and adapter.rank % 2:
-        raise ConfigRefused(f"{start} needs an even adapter.rank, got {adapter.rank}")
-    if adapter.initialisation not in _TAKES_APART:
+    if adapter.initialisation not in MOVING:
         return
-    if config.quantization != "none":
-        raise ConfigRefused(
-            f"{start} changes the base weights, which quantization = {config.quantization!r} holds in 4 bits:"
-            " turn one of the two"
-        )
-    if adapter.dora:
-        raise ConfigRefused(f"{start} cannot be told apart from the base again with adapter.dora: turn one of the two")
     if adapter.initialisation == "olora" and transposed:
         raise ConfigRefused(f"{start} is not computed by PEFT for {facts.architecture}, whose weights lie transposed")
     thinnest = min(min(layer.inputs, layer.outputs) for layer in facts.adapted(adapter.targets))
@@ -180,7 +170,7 @@ def _lora(
 
 def _saved(adapter: Adapter, model: PreTrainedModel, facts: BaseFacts, base: Path) -> LoraConfig:
     """Return the config that is written beside the tensors, and that they are scored with."""
-    twice = adapter.initialisation in _TAKES_APART
+    twice = adapter.initialisation in MOVING
     return _lora(adapter, model, facts, base, initialisation="default", twice=twice)
 
 

@@ -176,7 +176,7 @@ class Training:
                 if seconds > self.job.warmup_cap_seconds:
                     break
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.config.precision == "bf16"):
-                    loss = self.model.train()(input_ids=tokens, labels=tokens).loss
+                    loss = self.model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss
                 loss.backward()
                 devices.synchronizer(self.device)()
                 seconds = time.perf_counter() - began
@@ -247,8 +247,3 @@ def _check(job: TrainJob) -> None:
         return
     if config.preference is None:
         raise ConfigRefused("task 'dpo' needs preference.beta and preference.loss")
-    if config.regularization.neftune_alpha:
-        raise ConfigRefused(
-            "regularization.neftune_alpha would put noise on the reference, too, which preferences are measured"
-            " against: set it to 0"
-        )

@@ -47,6 +47,7 @@ def proposal(past: Past) -> dict[str, Any]:
         "replicates": 0 if verdict is None else verdict.replicates,
         "reason": words.reason(past),
         "screening_score": screen,
+        "breaks_guard": words.breaks_guard(past),
         "trials": [trial.id for trial in past.trials],
         "failures": words.failures(past),
     }
@@ -200,6 +201,8 @@ def _side(found: Trial) -> dict[str, Any]:
         "seed": found.seed,
         "score": found.score,
         "perplexity": found.perplexity,
+        "accuracy": found.accuracy,
+        "guard_score": found.guard_score,
         "steps": found.steps,
         "tokens": found.tokens,
         "parameters": found.parameters,

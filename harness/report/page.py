@@ -33,8 +33,9 @@ from harness.report.summary import (
     state,
     stop_reason,
     utilization,
+    warnings,
 )
-from harness.report.table import WITHOUT_NOTE, headline, total_changes
+from harness.report.table import WITHOUT_NOTE, guard, guard_score, headline, reference, total_changes
 from harness.report.unproven import provable, unproven
 
 REPAINT = """
@@ -71,7 +72,7 @@ def page(facts: Facts, paths: StudyPaths) -> str:
                 _list(unproven(facts)),
                 "What this study does not show, however much one would like it to.",
             ),
-            _section("Every proposal", _ledger(facts), LEDGER_LEAD),
+            _section("Every proposal", _ledger(facts), LEDGER_LEAD + (GUARD_LEAD if facts.guard is not None else "")),
             _section("Learning curves", _plot("curves", plot.curves(facts).to_json()), CURVES_LEAD),
             _section("What it cost", _cost(facts)),
             *([_section("What the proposer noted", _list(facts.insights), INSIGHTS_LEAD)] if facts.insights else []),
@@ -90,6 +91,10 @@ def page(facts: Facts, paths: StudyPaths) -> str:
 PROGRESS_LEAD = (
     "Each mark is one training run. The line is the incumbent's mean, the band is what another seed alone would do to"
     " it. Hollow marks are screening runs: they select, so they never count for a config."
+)
+GUARD_LEAD = (
+    " Guard: bits per byte of the guard set above the untouched base's; what is beyond the limit is not kept, however"
+    " good its score."
 )
 LEDGER_LEAD = (
     "The difference is candidate minus incumbent on fresh, shared seeds (negative is better), ± one standard error. In"
@@ -126,14 +131,32 @@ def _header(facts: Facts) -> str:
     study, reason = facts.study, stop_reason(facts)
     ended = f"{state(facts)}: {reason}" if reason else state(facts)
     about = f"Study {study.name} · {study.task} · {study.budget} a trial · {study.device or 'no device yet'} · {ended}"
-    return f"<header>\n<p>{escape(about)}</p>\n<h1>{escape(headline(facts))}</h1>\n</header>"
+    alarms = "".join(f'<p class="alarm">{escape(line)}</p>' for line in warnings(facts))
+    return f"<header>\n<p>{escape(about)}</p>\n<h1>{escape(headline(facts))}</h1>\n{_three(facts)}{alarms}</header>"
+
+
+def _three(facts: Facts) -> str:
+    """Return the untouched base, the baseline and the best in one sentence; nothing where a fresh model is trained."""
+    untouched, limit = reference(facts), guard(facts)
+    if untouched is None:
+        return ""
+    named = (("the baseline", level(facts, facts.baseline)), ("the best", level(facts, facts.best)))
+    parts = [f"the untouched base: {untouched}"]
+    parts += [
+        f"{name}: {found.score:.4f}{words.beside(found.perplexity, found.accuracy)}"
+        for name, found in named
+        if found is not None
+    ]
+    said = f"<p>{escape(words.sentence('; '.join(parts)))}</p>\n"
+    return said if limit is None else f"{said}<p>{escape(words.sentence(f'guard set: {limit}'))}</p>\n"
 
 
 def _tiles(facts: Facts) -> str:
-    gain, metric = improvement(facts), facts.study.metric
+    gain, metric = improvement(facts), words.metric(facts.study)
     noise, smallest, share = facts.noise, provable(facts), utilization(facts)
     failed = sum(trial.state in FAILURES for trial in facts.trials)
     tiles = [
+        *([_reference_tile(facts.reference, metric)] if facts.reference is not None else []),
         _level_tile("Baseline", level(facts, facts.baseline), metric),
         _level_tile("Best", level(facts, facts.best), metric),
         _tile(
@@ -177,9 +200,16 @@ def _level_tile(name: str, found: Level | None, metric: str) -> str:
         return _tile(name, words.NOTHING, "", "no score yet")
     error = "" if found.standard_error is None else f"± {found.standard_error:.4f}"
     perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.1f}"
+    perplexity += words.beside(None, found.accuracy)
     return _tile(
         name, f"{found.score:.4f}", error, f"{metric}, mean of {words.count(found.replicates, 'run')}{perplexity}"
     )
+
+
+def _reference_tile(found: Trial, metric: str) -> str:
+    perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.1f}"
+    note = f"{metric}, before any training{perplexity}{words.beside(None, found.accuracy)}"
+    return _tile("Untouched base", words.score(found.score), "", note)
 
 
 # --- lineage and ledger --------------------------------------------------------------------------------------------
@@ -215,6 +245,7 @@ def _head(*names: str) -> str:
             "difference",
             "score after it",
             "without it",
+            "guard",
             "runs",
             "proposals",
             "decided",
@@ -244,17 +275,20 @@ def _ledger(facts: Facts) -> str:
     configs = {standing.node: standing.config for standing in facts.lineage}
     rows = "".join(
         _ledger_row(
-            past, words.change(past.proposal.diff, configs.get(past.parent) if past.parent is not None else None)
+            facts,
+            past,
+            words.change(past.proposal.diff, configs.get(past.parent) if past.parent is not None else None),
         )
         for past in facts.past
     )
-    head = _head("", "change", "by", "difference", "runs", "outcome", "why")
+    guarded = ("guard",) if facts.guard is not None else ()
+    head = _head("", "change", "by", "difference", *guarded, "runs", "outcome", "why")
     return (
         f'<div class="scroll"><table>{head}{rows}</table></div>' if facts.past else "<p>Nothing was proposed yet.</p>"
     )
 
 
-def _ledger_row(past: Past, changes: list[str]) -> str:
+def _ledger_row(facts: Facts, past: Past, changes: list[str]) -> str:
     outcome, said = words.outcome(past), past.proposal
     mark = f'<span class="mark {outcome}">{outcome}</span>'
     mark += "".join(f'<br><span class="mark failed">{escape(way)}</span>' for way in words.failures(past))
@@ -266,11 +300,13 @@ def _ledger_row(past: Past, changes: list[str]) -> str:
         f"<p>Idea: {escape(words.sentence(said.rationale))} Watch: {escape(words.sentence(said.watch))}"
         f"{escape(predicted)}{trials}</p>{errors}</details>"
     )
+    on_guard = words.guarded(facts.guard, guard_score(past))
+    guarded = f'<td class="number">{escape(on_guard)}</td>' if facts.guard is not None else ""
     by = escape(said.source) + (f"<br><span class=soft>{escape(said.model)}</span>" if said.model else "")
     return (
         f'<tr class="{outcome}" id="p{past.number}"><td class="fixed">p{past.number}</td><td>{_knobs(changes)}</td>'
         f'<td class="fixed">{by}</td><td class="number">{escape(_difference(past))}</td>'
-        f'<td class="number">{len(past.trials)}</td><td class="fixed">{mark}</td>'
+        f'{guarded}<td class="number">{len(past.trials)}</td><td class="fixed">{mark}</td>'
         f"<td>{more}</td></tr>"
     )
 
@@ -312,7 +348,7 @@ def _source_row(row: sources.Source) -> str:
 
 NOTABLE = (
     *("repair", "paused", "drift", "model_trouble", "model_off", "model_back", "calls_lost", "swept", "tool_changed"),
-    *("holdout_look", "holdout_score", "unreadable"),
+    *("holdout_look", "holdout_score", "guard", "merged", "unreadable"),
 )
 """Kinds of events that belong into the report."""
 

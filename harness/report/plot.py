@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from harness.records import FAILURES, Role, Trial
+from harness.records import FAILURES, UNCOUNTED, Role, Trial
 from harness.report import words
 from harness.report.summary import Facts, level
 
@@ -38,13 +38,13 @@ OFF_SCALE = 1.35
 
 def progress(facts: Facts) -> go.Figure:
     """Return score by trial: what every run scored, the incumbent's level, and the band that noise alone explains."""
-    figure = _figure(height=400, x="trial", y=facts.study.metric)
+    figure = _figure(height=400, x="trial", y=words.metric(facts.study))
     low, high = _range(facts)
     _incumbent(figure, facts)
     decisions = {past.number: words.outcome(past) for past in facts.past}
     groups: dict[str, list[Trial]] = {name: [] for name in NAMES}
     for trial in facts.trials:
-        if trial.score is not None and trial.role not in (Role.FINAL, Role.REFERENCE):
+        if trial.score is not None and trial.role not in UNCOUNTED:
             name = "baseline" if trial.proposal is None else decisions[trial.proposal]
             groups[name if name in NAMES else "running"].append(trial)
     for name, trials in groups.items():
@@ -63,6 +63,11 @@ def progress(facts: Facts) -> go.Figure:
                 hovertemplate="%{text}<extra></extra>",
             )
         )
+    untouched = None if facts.reference is None else facts.reference.score
+    if untouched is not None and low <= untouched <= high:  # elsewhere it would hide what the search found
+        figure.add_hline(
+            y=untouched, line={"dash": "dot", "color": COLOURS["failed"]}, annotation_text="untouched base"
+        )
     figure.update_yaxes(range=[low, high + 0.04 * (high - low)])
     figure.update_xaxes(tickformat="d", dtick=1 if len(facts.trials) < 16 else None)
     return figure
@@ -70,7 +75,7 @@ def progress(facts: Facts) -> go.Figure:
 
 def _range(facts: Facts) -> tuple[float, float]:
     """Return the span worth seeing: one hopeless config must not flatten the rest."""
-    scores = [trial.score for trial in facts.trials if trial.score is not None and trial.role is not Role.FINAL]
+    scores = [trial.score for trial in facts.trials if trial.score is not None and trial.role not in UNCOUNTED]
     if not scores:
         return 0.0, 1.0
     spread = facts.noise.standard_deviation if facts.noise else 0.0
@@ -156,7 +161,7 @@ def _hover(trial: Trial) -> str:
 
 def curves(facts: Facts) -> go.Figure:
     """Return the probe score over the budget: baseline and best in colour, every other trial in the background."""
-    figure = _figure(height=340, x="share of the budget", y="probe bits_per_byte")
+    figure = _figure(height=340, x="share of the budget", y=f"probe {facts.study.metric}")
     marked = {facts.best.trial: ("best", COLOURS["kept"])} if facts.best is not None else {}
     if facts.baseline is not None:
         marked[facts.baseline.trial] = ("baseline", COLOURS["baseline"])

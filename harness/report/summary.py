@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.ablation import Step, ablation
 from harness.limits import driver_seconds
 from harness.queries import Reader
-from harness.records import FAILURES, Noise, Past, ProposalState, Standing, Trial, TrialState
+from harness.records import (
+    FAILURES,
+    UNCOUNTED,
+    Guard,
+    Noise,
+    Past,
+    ProposalState,
+    Standing,
+    Trial,
+    TrialState,
+    unit_of,
+)
 from harness.rows import Call, Event, StudyRow
 
 State = Literal["new", "running", "paused", "stopped", "killed"]
@@ -38,6 +50,10 @@ class Facts:
     insights: tuple[str, ...]
     """What proposers noted for themselves, oldest first."""
     driver_lives: bool
+    reference: Trial | None = None
+    """The untouched base model, scored; None where a fresh one is trained."""
+    guard: Guard | None = None
+    """The limit on the guard set, where the study has one."""
 
     @property
     def baseline(self) -> Standing | None:
@@ -59,6 +75,7 @@ class Facts:
             trial
             for trial in self.trials
             if trial.config == standing.config and standing.scores.get(trial.replicate) == trial.score is not None
+            if trial.role not in UNCOUNTED
         )
         return tuple(sorted(found, key=lambda trial: trial.replicate))
 
@@ -70,7 +87,11 @@ class Level:
     score: float
     """Mean of its replicates."""
     perplexity: float | None
-    """Mean over the same trials."""
+    """Mean over the same trials; None for preferences."""
+    accuracy: float | None
+    """Share of preference pairs in which the chosen answer won, likewise; None where text is scored."""
+    guard_score: float | None
+    """Bits per byte of the guard set, mean over the same trials; None where the study has none."""
     standard_error: float | None
     """Of the mean, from the pooled noise; None before the noise is known."""
     replicates: int
@@ -93,6 +114,8 @@ def gather(reader: Reader, *, driver_lives: bool, curves: bool = False) -> Facts
             calls=reader.calls(),
             insights=reader.insights(),
             driver_lives=driver_lives,
+            reference=reader.reference(),
+            guard=reader.guard(),
         )
 
 
@@ -100,16 +123,43 @@ def level(facts: Facts, standing: Standing | None) -> Level | None:
     """Return how good a config is; None before its first counted score."""
     if standing is None or standing.score is None:
         return None
-    perplexities = [trial.perplexity for trial in facts.trials_of(standing) if trial.perplexity is not None]
+    trials = facts.trials_of(standing)
     count = len(standing.scores)
     return Level(
         score=standing.score,
-        perplexity=math.fsum(perplexities) / len(perplexities) if perplexities else None,
+        perplexity=_mean([trial.perplexity for trial in trials]),
+        accuracy=_mean([trial.accuracy for trial in trials]),
+        guard_score=standing.guard_score,
         standard_error=facts.noise.standard_deviation / math.sqrt(count) if facts.noise else None,
         replicates=count,
         trial=standing.trial,
         node=standing.node,
     )
+
+
+def _mean(figures: Sequence[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def warnings(facts: Facts) -> list[str]:
+    """Return what the owner must know before anything else: training that harms, and a limit that is broken already."""
+    found = []
+    before, unit = level(facts, facts.baseline), unit_of(facts.study.metric, facts.study.task)
+    reference, guard = facts.reference, facts.guard
+    if before is not None and reference is not None and reference.score is not None and before.score > reference.score:
+        found.append(
+            f"WARNING: the trained baseline ({before.score:.4f} {unit}) is worse than the untouched base"
+            f" ({reference.score:.4f}): training harms. Its learning rate is probably too high."
+        )
+    for name, standing in (("baseline", facts.baseline), ("best config", facts.best)):
+        on_guard = None if standing is None else standing.guard_score
+        if guard is None or on_guard is None or not guard.is_broken_by(on_guard):
+            continue
+        if name == "best config" and standing == facts.baseline:
+            continue
+        found.append(f"WARNING: the {name} {guard.told(on_guard)}.")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +250,9 @@ def summarise(facts: Facts) -> dict[str, Any]:
         "kept": kept(facts),
         "baseline": _level_document(level(facts, facts.baseline)),
         "best": _level_document(level(facts, facts.best)),
+        "reference": _reference_document(facts.reference),
+        "guard": None if facts.guard is None else {"max_regression": facts.guard.max_regression},
+        "warnings": warnings(facts),
         "improvement": None if gain is None else gain.amount,
         "improvement_standard_error": None if gain is None else gain.standard_error,
         "noise": None if noise is None else noise.standard_deviation,
@@ -217,12 +270,21 @@ def _counts(states: type[TrialState] | type[ProposalState], seen: Counter[Any]) 
     return {item.value: seen[item] for item in states if seen[item]}
 
 
+def _reference_document(found: Trial | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    names = ("score", "perplexity", "accuracy", "guard_score")
+    return {name: getattr(found, name) for name in names} | {"trial": found.id}
+
+
 def _level_document(found: Level | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
         "score": found.score,
         "perplexity": found.perplexity,
+        "accuracy": found.accuracy,
+        "guard_score": found.guard_score,
         "standard_error": found.standard_error,
         "replicates": found.replicates,
         "trial": found.trial,

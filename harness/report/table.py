@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,7 +14,7 @@ from rich.text import Text
 from harness.ablation import Step
 from harness.config import TrialConfig, flatten
 from harness.memory import Held
-from harness.records import Past, Standing, Trial, TrialState
+from harness.records import Guard, Past, Role, Standing, Trial, TrialState, unit_of
 from harness.report import sources, words
 from harness.report.documents import Comparison
 from harness.report.summary import (
@@ -25,8 +28,9 @@ from harness.report.summary import (
     state,
     stop_reason,
     utilization,
+    warnings,
 )
-from harness.rows import Sensed
+from harness.rows import Sensed, StudyRow
 
 WITHOUT_NOTE = "without it: what the best config loses on fresh shared seeds; positive: the step still helps."
 NEWEST_INSIGHTS = 3
@@ -64,8 +68,30 @@ def _level_words(found: Level | None, metric: str) -> str:
     if found is None:
         return "not known yet"
     score = words.plus_minus(words.score(found.score), found.standard_error)
-    perplexity = f", perplexity {found.perplexity:.2f}" if found.perplexity is not None else ""
-    return f"{score} {metric}{perplexity} (mean of {words.count(found.replicates, 'trial')})"
+    beside = words.beside(found.perplexity, found.accuracy)
+    return f"{score} {metric}{beside} (mean of {words.count(found.replicates, 'trial')})"
+
+
+def reference(facts: Facts) -> str | None:
+    """Return what the untouched base comes to; None where a fresh model is trained."""
+    found = facts.reference
+    if found is None:
+        return None
+    return f"{words.score(found.score)} {words.metric(facts.study)}{words.beside(found.perplexity, found.accuracy)}"
+
+
+def guard(facts: Facts) -> str | None:
+    """Return how baseline and best stand on the guard set against the untouched base; None where there is no set."""
+    if facts.guard is None:
+        return None
+    parts = [f"{name} {words.guarded(facts.guard, node.guard_score)}" for name, node in _named(facts)]
+    limit = f"at most {facts.guard.max_regression:g} bits per byte worse than the untouched base's"
+    return f"{limit} {facts.guard.reference:.4f}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def _named(facts: Facts) -> list[tuple[str, Standing]]:
+    named = (("baseline", facts.baseline), ("best", facts.best))
+    return [(name, node) for name, node in named if node is not None and node.guard_score is not None]
 
 
 def headline(facts: Facts) -> str:
@@ -79,7 +105,7 @@ def headline(facts: Facts) -> str:
         return f"No improvement is proven{yet}: {tried}, none kept."
     error = f" ± {gain.standard_error:.4f}" if gain.standard_error is not None else ""
     return (
-        f"The best config is {gain.amount:.4f}{error} {facts.study.metric} better than the baseline"
+        f"The best config is {gain.amount:.4f}{error} {words.metric(facts.study)} better than the baseline"
         f" ({gain.amount / before.score:.1%}); {kept(facts)} of {tried} kept."
     )
 
@@ -90,10 +116,15 @@ def status(facts: Facts) -> RenderableType:
     reason = stop_reason(facts)
     table.add_row("study", f"{facts.study.name} ({facts.study.task}, {facts.study.budget} a trial)")
     table.add_row("state", state(facts) + (f": {reason}" if reason else ""))
-    table.add_row("baseline", _level_words(level(facts, facts.baseline), facts.study.metric))
+    metric, untouched, limit = words.metric(facts.study), reference(facts), guard(facts)
+    if untouched is not None:
+        table.add_row("untouched base", untouched)
+    table.add_row("baseline", _level_words(level(facts, facts.baseline), metric))
     best = level(facts, facts.best)
     name = f" [{words.node(best.node)}]" if best is not None and best.node else ""
-    table.add_row("best", Text(_level_words(best, facts.study.metric) + name))
+    table.add_row("best", Text(_level_words(best, metric) + name))
+    if limit is not None:
+        table.add_row("guard", limit)
     if facts.noise is not None:
         freedom = facts.noise.degrees_of_freedom
         table.add_row("noise", f"{facts.noise.standard_deviation:.4f} between seeds ({freedom} degrees of freedom)")
@@ -104,7 +135,9 @@ def status(facts: Facts) -> RenderableType:
     share = utilization(facts)
     if share is not None:
         table.add_row("utilization", f"{share:.0%} of the wall clock was budgeted training")
-    parts: list[RenderableType] = [Text(headline(facts), style="bold"), "", table]
+    parts: list[RenderableType] = [Text(headline(facts), style="bold")]
+    parts += [Text(line, style="bold red") for line in warnings(facts)]
+    parts += ["", table]
     if facts.past or facts.calls:
         parts += ["", _sources(facts)]
     if facts.insights:
@@ -132,14 +165,19 @@ def ledger(facts: Facts, width: int) -> RenderableType:
     if wide:
         columns[1:1] = ["parent", "source"]
         columns.append("why")
-    table = _rows(*columns, right=("#", "difference", "runs"))
+    if facts.guard is not None:
+        columns.insert(columns.index("runs"), "guard")
+    table = _rows(*columns, right=("#", "difference", "guard", "runs"))
     table.columns[columns.index("difference")].no_wrap = True
     table.columns[columns.index("outcome")].no_wrap = True
     configs = {standing.node: standing.config for standing in facts.lineage}
     for past in facts.past:
         name = words.outcome(past)
         cells = [str(past.number), "\n".join(words.change(past.proposal.diff, _parent(past, configs)))]
-        cells += [_difference(past), str(len(past.trials)), name]
+        cells.append(_difference(past))
+        if facts.guard is not None:
+            cells.append(words.guarded(facts.guard, guard_score(past)))
+        cells += [str(len(past.trials)), name]
         if wide:
             cells[1:1] = [words.node(past.parent), past.proposal.source]
             cells.append(words.reason(past) or words.NOTHING)
@@ -148,9 +186,13 @@ def ledger(facts: Facts, width: int) -> RenderableType:
             *(Text(cell, style=style if at == columns.index("outcome") else "") for at, cell in enumerate(cells))
         )
     note = "difference: candidate minus incumbent on fresh shared seeds; negative is better."
+    if facts.guard is not None:
+        note += f" guard: bits per byte worse than the untouched base, at most {facts.guard.max_regression:g}."
     if not wide:
         note += " Reasons: `overnight show pN`, or a wider terminal."
-    return Group(table, Text(note, style="dim"))
+    untouched = reference(facts)
+    above = [] if untouched is None else [Text(f"The untouched base scores {untouched}.", style="dim")]
+    return Group(*above, table, Text(note, style="dim"))
 
 
 def _parent(past: Past, configs: dict[int, TrialConfig]) -> TrialConfig | None:
@@ -218,14 +260,22 @@ def total_changes(baseline: Standing, best: Standing) -> dict[str, tuple[str, st
     }
 
 
-def trial(found: Trial, sensors: Sensed, held: Held | None = None) -> RenderableType:
+def trial(
+    found: Trial, sensors: Sensed, study: StudyRow, guard: Guard | None, held: Held | None = None
+) -> RenderableType:
     """Return one trial: what ran, how it ended, its curve and its config."""
     table = _pairs()
-    table.add_row("trial", f"{found.id}: {words.purpose(found)}, seed {found.seed}, budget {found.budget}")
+    seed = "" if found.role is Role.REFERENCE else f", seed {found.seed}, budget {found.budget}"
+    table.add_row("trial", f"{found.id}: {words.purpose(found)}{seed}")
     style = "bold" if found.score is not None else "" if found.state is TrialState.RUNNING else "red"
     table.add_row("outcome", Text(words.ended(found), style=style))
+    if found.score is not None:
+        table.add_row("metric", unit_of(study.metric, study.task))
     if found.perplexity is not None:
         table.add_row("perplexity", f"{found.perplexity:.2f} a token")
+    if found.guard_score is not None:
+        against = "" if found.role is Role.REFERENCE else f" ({words.guarded(guard, found.guard_score)})"
+        table.add_row("guard", f"{words.score(found.guard_score)} bits per byte{against}")
     for name, item in _amounts(found).items():
         table.add_row(name, item)
     table.add_row("device", f"{found.device}, sandbox {found.sandbox}, epoch {found.epoch}")
@@ -237,7 +287,7 @@ def trial(found: Trial, sensors: Sensed, held: Held | None = None) -> Renderable
     if held is not None:
         parts += ["", Text("Memory, estimated", style="bold"), _memory(found, held)]
     if found.curve:
-        parts += ["", Text("Learning curve", style="bold"), _curve(found)]
+        parts += ["", Text("Learning curve", style="bold"), _curve(found, study.metric)]
     parts += ["", Text("Config", style="bold"), _config(found.config)]
     return Group(*parts)
 
@@ -257,7 +307,7 @@ def _memory(found: Trial, held: Held) -> Table:
     )
     table.add_row("expected peak", _mebibytes(expected), said or "of what a job itself can see")
     if peak is not None:
-        error = expected / peak - 1
+        error = round(expected / peak - 1, 2) + 0.0  # no negative zero
         table.add_row("observed peak", _mebibytes(peak), f"the estimate is off by {error:+.0%}")
     return table
 
@@ -281,8 +331,9 @@ def _amounts(found: Trial) -> dict[str, str]:
     return amounts
 
 
-def _curve(found: Trial) -> Table:
-    names = ("progress", "step", "train loss", "probe bits/byte", "learning rate", "gradient norm")
+def _curve(found: Trial, metric: str) -> Table:
+    probe = "probe bits/pair" if metric == "bits_per_pair" else "probe bits/byte"
+    names = ("progress", "step", "train loss", probe, "learning rate", "gradient norm")
     table = _rows(*names, right=names)
     for point in found.curve:
         numbers = (point.train_loss, point.probe_score, point.learning_rate, point.gradient_norm)
@@ -297,7 +348,17 @@ def _config(config: TrialConfig) -> Table:
     return table
 
 
-def proposal(past: Past, parent: TrialConfig | None, taken_out: Step | None) -> RenderableType:
+def guard_score(past: Past) -> float | None:
+    """Return a proposal's mean on the guard set over its fresh runs, or its first run's where there is no other."""
+    runs = [t for t in past.trials if t.guard_score is not None and t.config == past.config]
+    counted = [t.guard_score for t in runs if t.replicate > 0] or [t.guard_score for t in runs]
+    known = [score for score in counted if score is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def proposal(
+    past: Past, parent: TrialConfig | None, taken_out: Step | None, study: StudyRow, guard: Guard | None
+) -> RenderableType:
     """Return one proposal: what, why, what was expected, what became of it, and its trials."""
     said = past.proposal
     table = _pairs()
@@ -310,9 +371,11 @@ def proposal(past: Past, parent: TrialConfig | None, taken_out: Step | None) -> 
         sure = "" if said.confidence is None else f", {said.confidence:.0%} sure"
         table.add_row("predicted", words.signed(said.predicted_change) + sure)
     if said.abort_if is not None:
-        table.add_row("gives up if", words.abort(said.abort_if))
+        table.add_row("gives up if", words.abort(said.abort_if, study))
     table.add_row("outcome", Text(words.outcome(past), style=STYLES.get(words.outcome(past), "")))
     table.add_row("difference", _difference(past))
+    if guard is not None:
+        table.add_row("guard", f"{words.guarded(guard, guard_score(past))}, bits per byte against the untouched base")
     table.add_row("reason", Text(words.reason(past) or words.NOTHING))
     if taken_out is not None:
         table.add_row("without it", Text(words.without(taken_out)))
@@ -324,13 +387,13 @@ def proposal(past: Past, parent: TrialConfig | None, taken_out: Step | None) -> 
     return Group(table, "", trials)
 
 
-def comparison(found: Comparison, metric: str) -> RenderableType:
+def comparison(found: Comparison, study: StudyRow) -> RenderableType:
     """Return two trials side by side, and how much of their difference is more than chance."""
     table = _rows("", f"A: trial {found.a.id}", f"B: trial {found.b.id}")
     for name, of in (
         ("what", words.purpose),
-        (metric, lambda trial: words.score(trial.score)),
-        ("perplexity", lambda trial: words.value(trial.perplexity)),
+        (words.metric(study), lambda trial: words.score(trial.score)),
+        *_beside(found),
         ("seed", lambda trial: str(trial.seed)),
         ("steps", lambda trial: words.value(trial.steps)),
         ("parameters", lambda trial: words.value(trial.parameters)),
@@ -343,7 +406,18 @@ def comparison(found: Comparison, metric: str) -> RenderableType:
     lines = [f"B is {abs(found.difference):.4f} {better} than A."]
     if found.seed_standard_error is not None:
         lines.append(f"Two seeds of one config differ by about {found.seed_standard_error:.4f} (the study's noise).")
-    lines.append(f"B predicts {found.documents_better} of {found.documents} val documents better.")
+    what = "preference pairs" if study.metric == "bits_per_pair" else "documents"
+    lines.append(f"B predicts {found.documents_better} of {found.documents} val {what} better.")
     if found.document_standard_error is not None:
-        lines.append(f"Over documents the difference has a standard error of {found.document_standard_error:.4f}.")
+        lines.append(f"Over {what} the difference has a standard error of {found.document_standard_error:.4f}.")
     return Group(table, "", Text("\n".join(lines)))
+
+
+def _beside(found: Comparison) -> list[tuple[str, Callable[[Trial], str]]]:
+    """Return the figures that stand beside a score: a perplexity, or of preferences the accuracy, and the guard's."""
+    rows: list[tuple[str, Callable[[Trial], str]]] = [("perplexity", lambda trial: words.value(trial.perplexity))]
+    if found.a.accuracy is not None:
+        rows = [("accuracy", lambda trial: words.value(trial.accuracy))]
+    if found.a.guard_score is not None:
+        rows.append(("guard, bits per byte", lambda trial: words.score(trial.guard_score)))
+    return rows

@@ -32,8 +32,8 @@ def _gains(facts: Facts) -> list[str]:
     smallest = provable(facts)
     if smallest is not None:
         sentences.append(
-            f"Improvements below about {smallest:.4f} {facts.study.metric}: at this noise the judge would have missed"
-            " them more often than one time in ten."
+            f"Improvements below about {smallest:.4f} {words.metric(facts.study)}: at this noise the judge would have"
+            " missed them more often than one time in ten."
         )
     open_ended = [past for past in facts.past if words.outcome(past) == "inconclusive"]
     if open_ended:
@@ -78,7 +78,8 @@ def _steps(facts: Facts) -> list[str]:
 def _reach(facts: Facts) -> list[str]:
     sentences = []
     finals = [trial for trial in facts.trials if is_full_run(trial) and trial.score is not None]
-    looks = sum(event.kind == "holdout_look" for event in facts.events)
+    base = None if facts.reference is None else facts.reference.id
+    looks = sum(event.kind == "holdout_look" and event.data["trial"] != base for event in facts.events)
     if kept(facts) and not finals:
         sentences.append(
             f"That the best config is still better with a longer budget than {facts.study.budget}:"

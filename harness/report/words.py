@@ -7,11 +7,23 @@ from typing import TYPE_CHECKING
 
 from harness.ablation import Step
 from harness.config import TrialConfig, Value, flatten
-from harness.fullrun import is_full_run
-from harness.records import BASELINE, AbortIf, Past, ProposalState, Role, Trial, TrialState
+from harness.fullrun import MERGE_TOLERANCE, Merge, is_full_run
+from harness.records import (
+    BASELINE,
+    BREAKS_GUARD,
+    AbortIf,
+    Guard,
+    Past,
+    ProposalState,
+    Role,
+    Trial,
+    TrialState,
+    unit_of,
+)
 
 if TYPE_CHECKING:
     from harness.report.sources import Source
+    from harness.rows import StudyRow
 
 MINUS = "\u2212"
 NOTHING = "–"
@@ -70,6 +82,30 @@ def signed(number: float | None) -> str:
     if number is None:
         return NOTHING
     return f"{MINUS if number < 0 else '+'}{abs(number):.4f}"
+
+
+def metric(study: StudyRow) -> str:
+    """Return the study's metric as it stands behind a number, with the text that it is taken over if that is a part."""
+    return f"{study.metric} of the answers" if study.task == "sft" else study.metric
+
+
+def beside(perplexity: float | None, accuracy: float | None) -> str:
+    """Return what stands beside a score, with a comma before it: a perplexity, or of preferences the accuracy."""
+    shown = "" if perplexity is None else f", perplexity {perplexity:.2f}"
+    return shown if accuracy is None else f"{shown}, {accuracy:.1%} of the pairs right"
+
+
+def percent(share: float | None) -> str:
+    """Return a share of one in percent, with one decimal."""
+    return NOTHING if share is None else f"{share:.1%}"
+
+
+def guarded(guard: Guard | None, found: float | None) -> str:
+    """Return how much worse than the untouched base a config is on the guard set, and whether that is too much."""
+    if guard is None or found is None:
+        return NOTHING
+    worse = signed(found - guard.reference)
+    return f"{worse}, more than {guard.max_regression:g}" if guard.is_broken_by(found) else worse
 
 
 def plus_minus(text: str, standard_error: float | None) -> str:
@@ -169,15 +205,37 @@ def cost(row: Source) -> str:
     return f"{dollars}, {row.tokens:,} tokens"
 
 
-def abort(condition: AbortIf) -> str:
+def merged(found: Merge) -> str:
+    """Return what merging an adapter did to its score, and whether that is rounding."""
+    moved = f"{signed_small(found.difference)} from" if found.difference else "exactly"
+    said = f"merged into its base it scores {found.val:.6f} on val, {moved} the adapter's"
+    if found.is_unquantized:
+        return f"{said}, which was trained beside a base in 4 bits that this model holds in full"
+    return said if found.agrees else f"{said}: more than {MERGE_TOLERANCE:g}, which rounding in fp32 does not explain"
+
+
+def signed_small(number: float) -> str:
+    """Return a difference that is hardly one."""
+    return f"{MINUS if number < 0 else '+'}{abs(number):.1e}"
+
+
+def breaks_guard(past: Past) -> bool:
+    """Tell whether a proposal was turned down for the guard set."""
+    return past.verdict is not None and past.verdict.reason.startswith(BREAKS_GUARD)
+
+
+def abort(condition: AbortIf, study: StudyRow) -> str:
     """Return when a proposal gives up on its screening run."""
-    return f"the probe is above {condition.probe_above:g} bits per byte from {condition.after:.0%} of the budget on"
+    unit = unit_of(study.metric, study.task)
+    return f"the probe is above {condition.probe_above:g} {unit} from {condition.after:.0%} of the budget on"
 
 
 def purpose(trial: Trial) -> str:
     """Return whose trial it is and why it runs, e.g. ``p7, replicate 2`` or ``baseline, seed 1 of it``."""
     owner = "baseline" if trial.proposal is None else f"p{trial.proposal}"
     match trial.role:
+        case Role.REFERENCE:
+            return "the untouched base model"
         case Role.BASELINE:
             return f"baseline, replicate {trial.replicate}"
         case Role.SCREEN:
@@ -191,6 +249,6 @@ def purpose(trial: Trial) -> str:
 def ended(trial: Trial) -> str:
     """Return how a trial ended, with its score or the reason why it has none."""
     if trial.score is not None:
-        return score(trial.score)
+        return score(trial.score) + beside(None, trial.accuracy)
     text = STATE_WORDS[trial.state]
     return f"{text}: {trial.error_text}" if trial.error_text else text

@@ -26,6 +26,8 @@ from harness.records import (
     TrialState,
     Verdict,
 )
+from harness.sizes import BaseFacts
+from harness.sizes import parameters as model_parameters
 from harness.terms import Proposer
 
 VOCABULARY = 1024
@@ -41,6 +43,10 @@ class Night:
     budget: Budget = dataclasses.field(default_factory=lambda: Budget("flops", 1e13))
     seed: int = 7
     margin: float = 0.004
+    base: BaseFacts | None = None
+    reference: Trial | None = None
+    memory_bytes: int | None = None
+    device: str | None = None
     past: list[Past] = dataclasses.field(default_factory=list)
     refused: list[str] = dataclasses.field(default_factory=list)
     numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
@@ -57,7 +63,7 @@ class Night:
 
     def trial(self, config: TrialConfig, replicate: int, proposal: int | None) -> Trial:
         result = self.score(config)
-        parameters = config.shape.parameters(VOCABULARY)
+        parameters = model_parameters(config, vocabulary=VOCABULARY, base=self.base)
         tokens = int(self.budget.amount / 6 / parameters)
         ended: dict[str, object] = {"state": result} if isinstance(result, TrialState) else {"score": result}
         if isinstance(result, float):
@@ -98,7 +104,7 @@ class Night:
     def history(self) -> History:
         return History(
             study="night",
-            task="pretrain",
+            task=self.policy.tasks[0],
             metric="bits_per_byte",
             budget=str(self.budget),
             seed=self.seed,
@@ -108,14 +114,20 @@ class Night:
             minimum_steps=self.policy.proposals.minimum_steps,
             baseline=self.lineage[0],
             incumbent=self.incumbent,
+            reference=self.reference,
             lineage=tuple(self.lineage),
             noise=Noise(standard_deviation=0.002, degrees_of_freedom=2),
             past=tuple(self.past),
             baseline_trials=self.baseline_trials,
+            base=self.base,
+            device=self.device,
+            device_memory_bytes=self.memory_bytes,
         )
 
     def admit(self, proposal: Proposal) -> TrialConfig | Refusal:
-        return self.policy.admit(proposal, self.incumbent.config, budget=self.budget, vocabulary=VOCABULARY, base=None)
+        return self.policy.admit(
+            proposal, self.incumbent.config, budget=self.budget, vocabulary=VOCABULARY, base=self.base
+        )
 
     def run(self, proposal: Proposal) -> Past:
         number, parent = len(self.past) + 1, self.incumbent

@@ -44,7 +44,7 @@ def test_a_long_curve_is_thinned_out_and_its_probe_rounded(make_trial: Callable[
         POINT.model_copy(update={"step": step, "probe_score": 3.14159, "train_loss": 4.123456})
         for step in range(1, 101)
     )
-    shown = coarse.trial(make_trial(curve=curve), Noise(standard_deviation=0.02, degrees_of_freedom=4)).curve
+    shown = coarse.trial(make_trial(curve=curve), Noise(standard_deviation=0.02, degrees_of_freedom=4), None).curve
     assert [shown[0].step, shown[-1].step, len(shown)] == [1, 100, 12]
     assert {(point.probe, point.train_loss) for point in shown} == {(3.14, 4.123)}
 
@@ -61,4 +61,4 @@ def test_perplexity_tells_no_more_than_the_score() -> None:
 def test_a_replays_trial_is_not_told(make_trial: Callable[..., Trial]) -> None:
     """It belongs to the owner; the sentence says so and holds no number but the one that was asked for."""
     with pytest.raises(BadInput, match=r"^trial 5 belongs to a replay, which only the owner looks at$"):
-        coarse.trial(make_trial(id=5, role=Role.FINAL, score=1.2345678), None)
+        coarse.trial(make_trial(id=5, role=Role.FINAL, score=1.2345678), None, None)

@@ -80,6 +80,29 @@ def test_knobs_that_turn_nothing_on_these_sources_are_left_out() -> None:
     assert "sampling.general_fraction" in POLICIES["lora"].knobs
 
 
+@pytest.mark.parametrize("name", [*NAMES, "pretrain"])
+def test_a_cpu_is_not_let_crawl(name: str) -> None:
+    """bf16 on a CPU has to be the owner's own word; on a GPU, and in fp32, nobody asks."""
+    policy = Policy.load(find_policy(name), ["mine"])
+    said = policy.slow_precision(policy.baseline({}), {}, "cpu")
+    assert said is not None
+    assert "--set precision=fp32" in said
+    for chosen in ("fp32", "bf16"):
+        assert policy.slow_precision(policy.baseline({"precision": chosen}), {"precision": chosen}, "cpu") is None
+    assert policy.slow_precision(policy.baseline({}), {}, "cuda:0") is None
+
+
+def test_a_search_on_a_cpu_cannot_wander_into_bf16(table: dict[str, Any]) -> None:
+    """Where precision is a knob, no value of the baseline's would keep the search from it."""
+    del table["fixed"]["precision"]
+    watch = "tokens per second, and whether the loss is as low"
+    table["knobs"]["precision"] = {"type": "choice", "choices": ["fp32", "bf16"], "default": "fp32", "watch": watch}
+    policy = Policy.parse(table, ["mine"])
+    said = policy.slow_precision(policy.baseline({}), {"precision": "fp32"}, "cpu")
+    assert said is not None
+    assert "under [fixed]" in said
+
+
 # --- what a policy may say -----------------------------------------------------------------------------------------
 
 

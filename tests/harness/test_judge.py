@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.judge import Evidence, Replicate, critical_value, judge, promising, smallest_provable
-from harness.records import Decision, JudgeRules, Noise, Verdict
+from harness.records import BREAKS_GUARD, Decision, Guard, JudgeRules, Noise, Verdict
 
 RULES = JudgeRules()
 NOISE = Noise(standard_deviation=0.01, degrees_of_freedom=10)
@@ -238,3 +239,79 @@ def test_screening_doubts_little_known_noise() -> None:
     assert promising(Noise(standard_deviation=1.0, degrees_of_freedom=2)) < promising(
         Noise(standard_deviation=1.0, degrees_of_freedom=50)
     )
+
+
+# --- the guard set ---
+
+QUIET = Noise(standard_deviation=0.001, degrees_of_freedom=4)
+GUARD = Guard(reference=4.0, max_regression=0.05, noise=QUIET)
+
+
+def guarded(first: float, fresh: Mapping[int, float], guard: Guard = GUARD, *, screen: float = 1.9) -> Evidence:
+    """Return the evidence on a candidate that is far better on val, with these scores on the guard set."""
+    candidate = dict.fromkeys(fresh, 1.9)
+    return replace(evidence(screen, candidate), guard=guard, guard_screen=first, guard_candidate=fresh)
+
+
+def test_a_first_run_far_beyond_the_guard_ends_it() -> None:
+    """One trial, whatever its score on val; the sentence has the numbers."""
+    found = verdict(judge(guarded(4.081, {}), RULES))
+    assert (found.decision, found.replicates, found.difference) == (Decision.DISCARDED, 0, None)
+    assert found.reason == (
+        "breaks the guard: 0.081 bits per byte worse than the untouched base on the guard set in its first run,"
+        " 0.05 are allowed"
+    )
+
+
+@pytest.mark.parametrize("noise", [Noise(standard_deviation=0.02, degrees_of_freedom=4), None])
+def test_a_first_run_within_the_noise_of_the_guard_decides_nothing(noise: Noise | None) -> None:
+    """It may be the seed."""
+    guard = replace(GUARD, noise=noise)
+    assert judge(guarded(4.081, {}, guard), RULES) == Replicate(of="candidate", replicate=1)
+
+
+def test_the_mean_over_fresh_seeds_is_held_against_the_guard() -> None:
+    """The screening run counts for nothing; the numbers of the gain stay in the verdict."""
+    found = verdict(judge(guarded(4.0, {1: 4.04, 2: 4.07}), RULES))
+    assert found.decision is Decision.DISCARDED
+    assert "0.055 bits per byte worse" in found.reason
+    assert "over 2 fresh seeds, 0.05 are allowed; its score alone would be kept" in found.reason
+    assert found.difference == pytest.approx(-0.1)
+    within = verdict(judge(guarded(4.0, {1: 4.04, 2: 4.059}), RULES))
+    assert within.decision is Decision.KEPT
+
+
+def test_a_run_without_its_score_on_the_guard_set_is_a_fault() -> None:
+    """A study with a guard set has a score there for every scored trial."""
+    for broken in (
+        replace(guarded(4.0, {1: 4.0}), guard_candidate={}),
+        replace(guarded(4.0, {1: 4.0}), guard_screen=None),
+    ):
+        with pytest.raises(ValueError, match="guard"):
+            judge(broken, RULES)
+
+
+near = st.floats(3.8, 4.3)
+
+
+@given(
+    st.floats(1.5, 2.5),
+    st.lists(st.tuples(st.floats(1.5, 2.5), near), max_size=3),
+    near,
+    st.floats(0, 0.1),
+    st.floats(0, 0.05),
+)
+def test_the_guard_only_ever_turns_down(
+    screen: float, runs: list[tuple[float, float]], first: float, limit: float, spread: float
+) -> None:
+    """With a guard set the answer is the one without it, or a rejection; nothing beyond the limit is ever kept."""
+    guard = Guard(reference=4.0, max_regression=limit, noise=Noise(standard_deviation=spread, degrees_of_freedom=4))
+    fresh = {number: run[1] for number, run in enumerate(runs, 1)}
+    bare = evidence(screen, {number: run[0] for number, run in enumerate(runs, 1)}, incumbent={**INCUMBENT, 3: 2.0})
+    asked = replace(bare, guard=guard, guard_screen=first, guard_candidate=fresh)
+    before, answer = judge(bare, RULES), judge(asked, RULES)
+    if answer != before:
+        assert verdict(answer).decision is Decision.DISCARDED
+        assert verdict(answer).reason.startswith(BREAKS_GUARD)
+    if isinstance(answer, Verdict) and answer.decision is Decision.KEPT:
+        assert not guard.is_broken_by(math.fsum(fresh.values()) / len(fresh))

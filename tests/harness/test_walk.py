@@ -4,7 +4,20 @@ from collections.abc import Callable
 import pytest
 
 from harness.config import TrialConfig, apply
-from harness.records import AbortIf, Decision, JudgeRules, Noise, Past, Role, Standing, Trial, TrialState, Verdict
+from harness.records import (
+    BREAKS_GUARD,
+    AbortIf,
+    Decision,
+    Guard,
+    JudgeRules,
+    Noise,
+    Past,
+    Role,
+    Standing,
+    Trial,
+    TrialState,
+    Verdict,
+)
 from harness.walk import DRIVER_DIED, VANISHED_LIMIT, Repair, Run, consecutive_failures, next_step
 
 NOISE = Noise(standard_deviation=0.01, degrees_of_freedom=20)
@@ -161,3 +174,36 @@ def test_failures_in_a_row_are_counted_over_what_says_nothing(make_trial: Callab
     assert consecutive_failures(trials) == 2
     assert consecutive_failures([*trials, make_trial(state=failed, role=Role.FINAL)]) == 2
     assert consecutive_failures([*trials, make_trial()]) == 0
+
+
+def test_the_guard_set_is_read_off_the_rows(
+    make_past: Callable[..., Past], make_trial: Callable[..., Trial], incumbent: Standing, candidate: TrialConfig
+) -> None:
+    """A screening run that is clearly beyond the limit ends the proposal; the same rows without a limit do not."""
+    quiet = Noise(standard_deviation=0.001, degrees_of_freedom=4)
+    guard = Guard(reference=4.0, max_regression=0.05, noise=quiet)
+    past = make_past(make_trial(config=candidate, score=0.8, guard_score=4.2))
+    step = next_step(past, incumbent, NOISE, RULES, epoch=1, known=(), guard=guard)
+    assert isinstance(step, Verdict)
+    assert step.reason.startswith(BREAKS_GUARD)
+    assert isinstance(next_step(past, incumbent, NOISE, RULES, epoch=1, known=()), Run)
+    assert isinstance(
+        next_step(
+            make_past(make_trial(config=candidate, score=0.8, guard_score=4.05)),
+            incumbent,
+            NOISE,
+            RULES,
+            epoch=1,
+            known=(),
+            guard=guard,
+        ),
+        Run,
+    )
+
+
+def test_the_untouched_base_breaks_no_row_of_failures(make_trial: Callable[..., Trial]) -> None:
+    """It trains nothing, so its score says nothing about the machine's training."""
+    failed = [make_trial(state=TrialState.CRASHED, error_text="no") for _ in range(2)]
+    base = make_trial(role=Role.REFERENCE, proposal=None)
+    broken = make_trial(role=Role.REFERENCE, proposal=None, state=TrialState.CRASHED)
+    assert consecutive_failures([failed[0], base, failed[1], broken]) == 2

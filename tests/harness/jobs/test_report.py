@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from harness.jobs.report import Line, Reporter
-from harness.records import CurvePoint, Failed, Scored, TrialState
+from harness.records import CurvePoint, Failed, Merged, Scored, TrialState
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -18,6 +18,14 @@ def test_score_survives_the_pipe(document_nats: list[float], nats: float) -> Non
     """Every float arrives as exactly the float that was sent."""
     scored = Scored(nats=nats, bytes=1, tokens=1, document_nats=tuple(document_nats), score_seconds=0.0)
     assert Line.model_validate_json(Line(scored=scored).model_dump_json(exclude_unset=True)).content == scored
+
+
+@given(numbers, numbers)
+def test_merging_survives_the_pipe(parts: float, whole: float) -> None:
+    """So does every float of a merge, and the difference is the merged model's loss in bits per byte."""
+    merged = Merged(parameters=1, bytes=8, parts_nats=parts, whole_nats=whole)
+    assert Line.model_validate_json(Line(merged=merged).model_dump_json(exclude_unset=True)).content == merged
+    assert (merged.difference > 0) == (whole - parts > 0)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"point": null}', '{"failed": {}}', "NaN", '{"score": 1}'])

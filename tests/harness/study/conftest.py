@@ -17,17 +17,19 @@ import pytest
 
 from harness import checkpoints
 from harness.config import TrialConfig, Value, apply
-from harness.jobs.job import ScoreJob, TrainJob
+from harness.jobs.job import Job, MergeJob, ScoreJob
 from harness.judge import Evidence, judge
 from harness.ledger import Ledger
-from harness.paths import StudyPaths
+from harness.paths import GUARD, StudyPaths
 from harness.policy import find_policy
 from harness.queries import Reader
-from harness.records import CurvePoint, Failed, Proposal, Role, Scored, Trained, Verdict
+from harness.records import CurvePoint, Failed, Merged, Proposal, Role, Scored, Trained, Verdict
 from harness.rows import Ending, NewNode, StudyRow
 from harness.seal import Code, Seal, tool_version
 from harness.study import Study, build
 from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
+from tests.basestudy import PAIRS, make_base_study
+from tests.standin import make_base, prepare
 
 BYTES = 1000
 TOKENS = 300
@@ -36,25 +38,34 @@ POINT = CurvePoint(progress=1, seconds=2, step=10, train_loss=4, probe_score=2.5
 
 @dataclass
 class MadeUpLauncher:
-    """Trains by writing down a score and scores by reading it back: lower with a higher learning rate."""
+    """Trains by writing down a score and scores by reading it back: lower with a higher learning rate.
 
-    orders: list[TrainJob | ScoreJob] = field(default_factory=list)
-    spoil: Callable[[TrainJob | ScoreJob], Failed | None] = lambda job: None
+    A base model scores what a learning rate of 0 would give, one bit per pair where preferences are scored.
+    """
+
+    orders: list[Job] = field(default_factory=list)
+    spoil: Callable[[Job], Failed | None] = lambda job: None
     shift: float = 0.0
     """Added to every score of a training that happens now."""
+    guard_of: Callable[[TrialConfig, int], float] = lambda config, seed: made_up_guard(config, seed)
+    """Score on the guard set of a training that happens now."""
+    untouched: float = 3.0
+    """Score of the base model on val; where preferences are scored, all scores are two bits lower."""
+    merge_shift: float = 0.0
+    """Added to the score of what is merged now."""
     sandbox_tier: str = "plain"
     polls_until: Callable[[], bool] | None = None
     """Let a training wait for this while its driver looks around, as it does several times a second."""
 
     def run(
         self,
-        job: TrainJob | ScoreJob,
+        job: Job,
         *,
         log: Path,
         deadline_seconds: float,
         on_point: Callable[[CurvePoint], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
-    ) -> Trained | Scored | Failed:
+    ) -> Trained | Scored | Merged | Failed:
         """Answer at once."""
         self.orders.append(job)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -62,26 +73,76 @@ class MadeUpLauncher:
         if failed is not None:
             return failed
         if isinstance(job, ScoreJob):
-            score = float((job.weights / "model.safetensors").read_text())
-            nats = score * math.log(2) * BYTES
-            return Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=(nats,), score_seconds=0.5)
+            return self.score(job)
+        if isinstance(job, MergeJob):
+            write_model(job.folder / "model", weights_of(job.weights) + self.merge_shift)
+            return Merged(parameters=10, bytes=BYTES, parts_nats=1.0, whole_nats=1.0)
         while self.polls_until is not None and should_stop is not None and not (should_stop() or self.polls_until()):
             time.sleep(0.001)
         if on_point:
             on_point(POINT)
-        write_model(job.folder / "model", made_up_score(job.config, job.seed) + self.shift)
+        score = made_up_score(job.config, job.seed) + self.shift
+        guard = None if job.base is None else self.guard_of(job.config, job.seed)
+        write_model(job.folder / "model", score, adapter=job.config.method == "lora", guard=guard)
         return trained()
+
+    def score(self, job: ScoreJob) -> Scored:
+        """Read back what was written down, or tell the base model's."""
+        if job.split.name == GUARD:
+            assert job.task == "continue"
+            score = GUARD_OF_BASE if job.weights is None else float((job.weights / "guard.txt").read_text())
+        else:
+            score = self.untouched if job.weights is None else weights_of(job.weights)
+        if job.task == "dpo":
+            return scored_pairs(score - 2)
+        return scored(score, 1 if job.base is None else PAIRS)
+
+
+GUARD_OF_BASE = 4.0
 
 
 def made_up_score(config: TrialConfig, seed: int) -> float:
     return 3 - 100 * config.optim.learning_rate + 0.001 * (seed % 3)
 
 
-def write_model(folder: Path, score: float) -> None:
+def made_up_guard(config: TrialConfig, seed: int) -> float:
+    """Return a score on the guard set that is the worse the higher the learning rate."""
+    return GUARD_OF_BASE + 10 * config.optim.learning_rate + 0.0001 * (seed % 3)
+
+
+def scored(score: float, documents: int = 1) -> Scored:
+    nats = score * math.log(2) * BYTES
+    each = (nats / documents,) * documents
+    return Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=each, score_seconds=0.5)
+
+
+def scored_pairs(score: float) -> Scored:
+    nats = score * math.log(2)
+    return Scored(
+        nats=nats * PAIRS,
+        bytes=BYTES,
+        tokens=TOKENS,
+        document_nats=(nats,) * PAIRS,
+        score_seconds=0.5,
+        pairs=PAIRS,
+        right_pairs=min(PAIRS, int(PAIRS * (1.5 - score))),
+    )
+
+
+def weights_of(folder: Path) -> float:
+    """Return the score that lies in the place of weights."""
+    (file,) = folder.glob("*.safetensors")
+    return float(file.read_text())
+
+
+def write_model(folder: Path, score: float, *, adapter: bool = False, guard: float | None = None) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_text(repr(score))
-    (folder / "config.json").write_text("{}")
+    kind = "adapter_" if adapter else ""
+    (folder / f"{kind}model.safetensors").write_text(repr(score))
+    (folder / f"{kind}config.json").write_text("{}")
+    if guard is not None:
+        (folder / "guard.txt").write_text(repr(guard))
 
 
 def write_val(folder: Path) -> None:
@@ -132,10 +193,9 @@ class Night:
         )
         score = made_up_score(config, seed)
         write_model(study.paths.trial(trial).weights, score)
-        nats = score * math.log(2) * BYTES
-        scored = Scored(nats=nats, bytes=BYTES, tokens=TOKENS, document_nats=(nats,), score_seconds=0.5)
         digest = checkpoints.digest_of(study.paths.trial(trial).weights)
-        self.ledger.close_trial(trial, Ending.of_scored(trained=trained(), scored=scored, checkpoint_digest=digest))
+        ending = Ending.of_scored(trained=trained(), scored=scored(score), checkpoint_digest=digest)
+        self.ledger.close_trial(trial, ending)
         return trial
 
     def seat_baseline(self) -> None:
@@ -224,3 +284,21 @@ def night(bare_study: StudyPaths) -> Iterator[Night]:
     )
     with Ledger.create(bare_study.ledger, study=row) as ledger, Reader(bare_study.ledger) as reader:
         yield Night(study, ledger, reader, MadeUpLauncher())
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a prepared base model of some ten thousand parameters."""
+    return prepare(make_base(tmp_path_factory.mktemp("base") / "tiny"))
+
+
+@pytest.fixture
+def launcher() -> MadeUpLauncher:
+    """Return a launcher of made-up jobs."""
+    return MadeUpLauncher()
+
+
+@pytest.fixture
+def base_study(tmp_path: Path, tiny_base: Path) -> Callable[..., Study]:
+    """Return a maker of studies of the tiny base model; see `tests.basestudy.make_base_study`."""
+    return lambda **asked: make_base_study(StudyPaths(tmp_path / "tuned"), tiny_base, **asked)

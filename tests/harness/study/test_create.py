@@ -236,3 +236,24 @@ def test_demo_text_is_the_standard_library(tmp_path: Path) -> None:
     assert setup.demo_text(tmp_path, library=tmp_path) == folder
     with pytest.raises(BadInput, match="standard library"):
         setup.demo_text(tmp_path / "other", library=tmp_path / "nothing")
+
+
+def test_a_cpu_computes_in_fp32(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy for GPUs is not left to crawl, and is told so; who names bf16 has it."""
+    monkeypatch.setattr("harness.origin.device", lambda: "cpu")
+    said: list[str] = []
+    assert make(policy="pretrain", budget="20Mtok", progress=said.append).baseline.precision == "fp32"
+    assert any("compute in fp32" in line for line in said)
+
+
+def test_who_names_bf16_has_it(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some CPUs have the instructions for it."""
+    monkeypatch.setattr("harness.origin.device", lambda: "cpu")
+    assert make(policy="pretrain", budget="20Mtok", baseline={"precision": "bf16"}).baseline.precision == "bf16"
+
+
+def test_a_baseline_that_cannot_fit_is_told(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a byte of data is read."""
+    monkeypatch.setattr("harness.origin.device_memory_bytes", lambda device: 10_000_000)
+    with pytest.raises(BadInput, match="the baseline does not fit this machine: it needs about"):
+        make()

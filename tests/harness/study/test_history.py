@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -165,3 +166,22 @@ def test_something_else_in_the_place_of_program_md_ends_no_night(won: Any, make:
     won.study.paths.program_md.unlink(missing_ok=True)
     make(won.study.paths.program_md)
     assert history_of(won.study, won.reader).program == "(program.md is no file and could not be read)"
+
+
+def test_a_trial_is_shown_with_what_it_was_expected_to_hold(won: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Estimate, parts, correction by the other trials, observed peak and error; for people and as JSON."""
+    root = str(won.study.paths.root)
+    assert cli.main(["show", root, "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    memory = shown["memory"]
+    assert sum(part["size_bytes"] for part in memory["parts"]) == memory["estimated_bytes"]
+    assert memory["observed_peak_bytes"] == shown["peak_memory_bytes"]
+    assert memory["correction_trials"] == sum(t.score is not None and t.id != 1 for t in won.reader.trials())
+    assert memory["relative_error"] == pytest.approx(memory["expected_peak_bytes"] / shown["peak_memory_bytes"] - 1)
+    assert cli.main(["show", root, "1"]) == 0
+    said = capsys.readouterr().out
+    for words in ("Memory, estimated", "weights", "activations", "observed peak", "the estimate is off by"):
+        assert words in said
+    won.study.paths.study_toml.write_text("[study]\n")
+    assert cli.main(["show", root, "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] is None

@@ -172,3 +172,15 @@ def test_agents_md_speaks_of_its_own_study() -> None:
     assert "# Study my.night-1" in text
     assert "./my.night-1" in text
     assert "$name" not in text
+
+
+def test_what_cannot_fit_is_told_at_once(
+    seated: Night, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A person need not wait for its turn to learn that a config is far beyond the device's memory."""
+    monkeypatch.setattr("harness.origin.device_memory_bytes", lambda device: 10_000_000)
+    assert propose(seated) == 2
+    said = capsys.readouterr().err
+    assert "it needs about" in said
+    assert "the device has 0.0 GB" in said
+    assert not letters(seated)

@@ -3,101 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import inbox
-from harness.audit import audit
 from harness.config import TrialConfig
-from harness.desk import StudyDesk
 from harness.jobs.job import ScoreJob, TrainJob
-from harness.ledger import Ledger
 from harness.limits import Limits
-from harness.owner import Ended, Owner, Stopped
-from harness.paths import StudyPaths
+from harness.owner import Ended, Stopped
 from harness.policy import Policy
 from harness.proposers import load_proposer
 from harness.queries import Reader
-from harness.records import AbortIf, Decision, Failed, History, Past, Proposal, ProposalState, Role, TrialState
-from harness.recovery import recover
+from harness.records import AbortIf, Decision, Failed, History, Proposal, ProposalState, Role, TrialState
 from harness.rows import Sensed
-from harness.search import Loop
 from harness.sensors import NOTHING, Sensors
-from harness.study import Study, load
-from harness.terms import Terms
-from harness.trials import TrialRunner
-from harness.view import Silent
+from tests.drive import Drive, Script, death_at, facts, fails
 
-LIMIT = Limits(trials=60)
 BETTER = {"optim.learning_rate": 3e-3}
 WORSE = {"optim.learning_rate": 2e-4}
 OUT_OF_MEMORY = Failed(state=TrialState.OUT_OF_MEMORY, error_class="OutOfMemoryError", error_text="too big")
 CRASHED = Failed(state=TrialState.CRASHED, error_class="ValueError", error_text="no")
-
-
-class Script:
-    """Proposes given diffs in order, as far as the history says; stateless, like every proposer."""
-
-    name = "script"
-    model = None
-
-    def __init__(self, *diffs: dict[str, Any]) -> None:
-        self.diffs = diffs
-
-    def propose(self, history: History, count: int) -> list[Proposal]:
-        """Return the next diff."""
-        left = self.diffs[history.next_number - 1 :][:count]
-        return [Proposal(diff=diff, source=self.name, rationale="why", watch="what") for diff in left]
-
-    def begin(self, terms: Terms) -> None:
-        """Take any terms."""
-
-    def briefing(self, history: History) -> str:
-        """Ask nobody."""
-        return ""
-
-    def close(self) -> None:
-        """Hold nothing."""
-
-
-class Drive:
-    """Drives one study folder with made-up jobs, as often as wanted."""
-
-    def __init__(self, paths: StudyPaths, launcher: Any, script: Script) -> None:
-        self.paths, self.launcher, self.script = paths, launcher, script
-        self.policy: Policy | None = None
-        """In the place of the study's own; the seal knows nothing of it."""
-
-    def run(self, limits: Limits = LIMIT, ledger_class: Callable[[Path], Any] = Ledger.open) -> Stopped:
-        """Run a driver to its end, or to the exception that kills it."""
-        study = load(self.paths.root)
-        if self.policy is not None:
-            study = dataclasses.replace(study, policy=self.policy)
-        with ledger_class(study.paths.ledger) as ledger, Reader(study.paths.ledger) as reader:
-            recover(study.mark, ledger, reader)
-            return self.loop(study, limits, ledger, reader).run()
-
-    def loop(self, study: Study, limits: Limits, ledger: Ledger, reader: Reader) -> Loop:
-        owner = Owner(study.paths, ledger, Silent())
-        trials = TrialRunner(study, ledger, reader, self.launcher, owner, Silent())
-        desk = StudyDesk(ledger, study.paths, study.file.agent)
-        return Loop(study, limits, ledger, reader, self.script, trials, owner, Silent(), desk)
-
-    def past(self) -> tuple[Past, ...]:
-        with Reader(self.paths.ledger) as reader:
-            assert audit(load(self.paths.root), reader) == []
-            return reader.past()
-
-    def trials(self) -> list[tuple[Role, TrialState, int]]:
-        with Reader(self.paths.ledger) as reader:
-            return [(trial.role, trial.state, trial.replicate) for trial in reader.trials()]
 
 
 @pytest.fixture
@@ -105,10 +36,6 @@ def drive(night: Any) -> Callable[..., Drive]:
     """Return a maker of drives over an empty study."""
     night.ledger.close()
     return lambda *diffs: Drive(night.study.paths, night.launcher, Script(*diffs))
-
-
-def fails(when: Callable[[TrainJob], bool], failed: Failed) -> Callable[[TrainJob | ScoreJob], Failed | None]:
-    return lambda job: failed if isinstance(job, TrainJob) and when(job) else None
 
 
 def test_a_night_from_baseline_to_verdicts(drive: Callable[..., Drive]) -> None:
@@ -289,6 +216,21 @@ def test_what_may_not_run_is_turned_away_while_the_trial_still_runs(drive: Calla
     assert [past.state for past in night.past()][:3] == [decided, refused, decided]
 
 
+def test_what_cannot_fit_is_refused_without_a_trial(
+    drive: Callable[..., Drive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config far beyond the device's memory costs a row and no run."""
+    night = drive(BETTER)
+    night.run(Limits(trials=3))
+    monkeypatch.setattr("harness.origin.device_memory_bytes", lambda device: 1_000_000)
+    night.run(Limits(proposals=1))
+    (past,) = night.past()
+    assert past.state is ProposalState.REFUSED
+    assert past.reason is not None
+    assert past.reason.startswith("it needs about")
+    assert past.trials == ()
+
+
 def test_a_search_in_pieces_proposes_what_one_in_one_piece_would(drive: Callable[..., Drive], tmp_path: Path) -> None:
     """The last proposal of a run has its successor asked for as of the same moment as if the run had gone on."""
     night = drive()
@@ -386,62 +328,6 @@ def test_a_changed_policy_stops_the_search_and_is_named(drive: Callable[..., Dri
 
 
 # --- dying anywhere ----------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """The driver dies here."""
-
-
-class Brittle(Ledger):
-    """Dies around its n-th outermost change: just before it is made, or just after."""
-
-    countdown = 0
-    after = False
-    depth = 0
-
-    @contextlib.contextmanager
-    def atomic(self) -> Iterator[None]:
-        """Make the change, or die."""
-        outermost = self.depth == 0
-        type(self).countdown -= outermost
-        dies = outermost and type(self).countdown == 0
-        if dies and not self.after:
-            raise Killed
-        self.depth += 1
-        try:
-            with super().atomic():
-                yield
-        finally:
-            self.depth -= 1
-        if dies:
-            raise Killed
-
-
-def facts(drive: Drive) -> tuple[object, ...]:
-    """Return what must be the same however often the driver died."""
-    with Reader(drive.paths.ledger) as reader:
-        assert audit(load(drive.paths.root), reader) == []
-        scored = [(t.config.digest, t.seed, t.score) for t in reader.trials() if t.score is not None]
-        assert len(scored) == len(set(scored))
-        decisions = [
-            (past.number, past.state, past.config and past.config.digest, past.verdict and past.verdict.decision)
-            for past in reader.past()
-        ]
-        lineage = [(standing.node, standing.config.digest) for standing in reader.lineage()]
-    return sorted(scored), decisions, lineage
-
-
-def death_at(drive: Drive, pristine: Path, countdown: int, *, after: bool) -> bool:
-    """Let a driver die around its n-th change and another one finish; tell whether the first died at all."""
-    shutil.rmtree(drive.paths.root)
-    shutil.copytree(pristine, drive.paths.root)
-    Brittle.countdown, Brittle.after = countdown, after
-    try:
-        drive.run(ledger_class=Brittle.open)
-    except Killed:
-        drive.run()
-        return True
-    return False
 
 
 def spoiled(config: TrialConfig) -> bool:
