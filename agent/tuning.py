@@ -14,7 +14,7 @@ from agent.evidence import Effect, telling
 from agent.idea import Idea, Situation
 from agent.space import show, tidy
 from harness.config import Task, Value, flatten, idle
-from harness.records import History, Role
+from harness.records import History
 
 RATE = "optim.learning_rate"
 LEAST_BATCH = 32
@@ -135,13 +135,11 @@ def forgetting(s: Situation) -> Iterator[Idea]:
 
 def guard_rise(history: History, s: Situation) -> float | None:
     """Return how far the incumbent's guard score is above the untouched base's, as a share; None if not known."""
-    untouched = [
-        t.guard_score for t in history.baseline_trials if t.role is Role.REFERENCE and t.guard_score is not None
-    ]
+    untouched = None if history.reference is None else history.reference.guard_score
     trial = telling(history).get(s.space.base)
-    if not untouched or not untouched[-1] or trial is None or trial.guard_score is None:
+    if not untouched or trial is None or trial.guard_score is None:
         return None
-    return trial.guard_score / untouched[-1] - 1
+    return trial.guard_score / untouched - 1
 
 
 def _usual_rate(s: Situation) -> Iterator[Idea]:

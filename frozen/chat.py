@@ -142,7 +142,10 @@ class Chat:
         answers = layout.answers[-1:] if learnt == "last" else layout.answers
         if not answers:
             raise Unencodable("the chat template marks none of the answers to be learnt")
-        pieces = self._pieces(layout, answers)
+        try:
+            pieces = self._pieces(layout, answers)
+        except SourceError as error:
+            raise Unencodable(str(error)) from error
         ids = list(pieces.ids)
         marks = self._marks(layout, answers, pieces)
         if conversation.plain and self.encoder.first is not None:

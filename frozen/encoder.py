@@ -73,6 +73,9 @@ class Encoder:
         named = {self._id_of(name) for name in ("bos_token", "eos_token")} - {None}
         self.special = frozenset(flagged | {number for number in named if number is not None})
         self.bos, self.eos, self.unknown = (self._id_of(name) for name in ("bos_token", "eos_token", "unk_token"))
+        unknown = {self.unknown, self._unknown_of_model()}
+        self._never_text = self.special - {number for number in unknown if number is not None}
+        """What no text may become. The unknown token stands for text that the tokenizer does not know."""
         spelled = sorted((self._content(number) for number in self.special), key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, filter(None, spelled))) or r"(?!)")
         self._unlike_start = self._differing()
@@ -106,6 +109,10 @@ class Encoder:
         content = self.settings.get(name)
         return None if content is None else self._spelled.token_to_id(content)
 
+    def _unknown_of_model(self) -> int | None:
+        name = getattr(self._plain.model, "unk_token", None)
+        return self._plain.token_to_id(name) if isinstance(name, str) else None
+
     # --- text to tokens -------------------------------------------------------------------------------------------
 
     def as_template(self, text: str) -> Pieces:
@@ -115,7 +122,7 @@ class Encoder:
     def as_text(self, text: str) -> Pieces:
         """Return a text's tokens, none of them special, whatever the text spells."""
         pieces = _pieces(self._plain.encode(text, add_special_tokens=False))
-        return pieces if self.special.isdisjoint(pieces.ids) else self._broken_up(text)
+        return pieces if self._never_text.isdisjoint(pieces.ids) else self._broken_up(text)
 
     def spells_special(self, text: str) -> bool:
         """Tell whether a text holds the name of a special token."""
@@ -139,7 +146,7 @@ class Encoder:
             batch = texts[begin : begin + _BATCH]
             for text, encoding in zip(batch, self._plain.encode_batch(batch, add_special_tokens=False), strict=True):
                 ids = encoding.ids
-                yield np.array(ids if self.special.isdisjoint(ids) else self._broken_up(text).ids, dtype=np.uint32)
+                yield np.array(ids if self._never_text.isdisjoint(ids) else self._broken_up(text).ids, dtype=np.uint32)
 
     def _broken_up(self, text: str) -> Pieces:
         """Encode a text so that names of special tokens are broken after their first character.
@@ -157,7 +164,7 @@ class Encoder:
                 if stop > len(anchor):
                     ids.append(token)
                     spans.append((begin + max(0, start - len(anchor)), begin + stop - len(anchor)))
-        if not self.special.isdisjoint(ids):
+        if not self._never_text.isdisjoint(ids):
             raise SourceError(f"the tokenizer in {self.folder} makes special tokens of plain text: it cannot be used")
         return Pieces(ids, spans)
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -245,15 +245,30 @@ class _Inputs:
         if self.encoder is not None and any(reading.kind != "text" for reading in self.readings.values()):
             documents, conversations = encoding.encode_conversations(self.readings, Chat(self.encoder), progress)
         guard: list[Document] = [] if self.guarding is None else self.guarding.documents
-        corpus = split_corpus(
-            [document for found in documents.values() for document in found],
-            self.sizes,
-            progress,
-            general=self.general,
-            guard=guard,
-            guard_bytes=0 if self.guard is None else self.guard.bytes,
-        )
+        try:
+            corpus = split_corpus(
+                [document for found in documents.values() for document in found],
+                self.sizes,
+                progress,
+                general=self.general,
+                guard=guard,
+                guard_bytes=0 if self.guard is None else self.guard.bytes,
+            )
+        except SourceError as error:
+            raise SourceError(f"{error}{self._lost(documents)}") from error
         return _Material(corpus, conversations)
+
+    def _lost(self, documents: Mapping[str, list[Document]]) -> str:
+        """Say how many conversations could not be encoded, if some could not: too little may be left because of it."""
+        lost = sum(len(reading.documents) - len(documents[name]) for name, reading in self.readings.items())
+        if not lost:
+            return ""
+        first = next(
+            reading.rejected[-len(reading.documents) + len(documents[name])]
+            for name, reading in self.readings.items()
+            if len(documents[name]) < len(reading.documents)
+        )
+        return f"; {lost} conversations cannot be encoded, the first: {first.where}: {first.reason}"
 
 
 def _build(folder: Path, inputs: _Inputs, material: _Material, progress: Callable[[str], None]) -> None:
@@ -326,7 +341,7 @@ def _new_report(inputs: _Inputs, material: _Material, writer: encoding.Writer, c
         "separator": {
             "token": separator,
             "text": writer.encoder.name(separator),
-            "of every conversation": common is not None,
+            "of_every_conversation": common is not None,
         },
         "template": template,
         "sources": {

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -233,26 +233,46 @@ class TrialConfig(Section):
         return self.model
 
     @model_validator(mode="after")
-    def _method_fits(self) -> Self:
-        if self.method == "lora" and self.adapter is None:
-            raise ValueError("method 'lora' needs an adapter: adapter.rank and the others")
-        if self.quantization != "none" and self.method != "lora":
-            raise ValueError(f"quantization {self.quantization!r} needs method 'lora': 4-bit weights are not trained")
-        if self.adapter is not None and self.method == "lora" and self.adapter.initialisation in MOVING:
-            start = f"adapter.initialisation {self.adapter.initialisation!r} moves the base model's weights"
-            if self.quantization != "none":
-                raise ValueError(f"{start}, and 4-bit weights cannot be moved: quantization is {self.quantization!r}")
-            if self.preference is not None:
-                raise ValueError(f"{start}, and without the adapter it would no longer be the reference of preferences")
-        if (
-            self.preference is not None
-            and self.preference.loss == "exo_pair"
-            and not self.regularization.label_smoothing
-        ):
-            raise ValueError("preference.loss 'exo_pair' needs regularization.label_smoothing above 0, such as 0.001")
-        if self.model is not None and self.method == "lora":
-            raise ValueError("method 'lora' adapts a base model; a fresh one has nothing to keep")
+    def _parts_fit(self) -> Self:
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise ValueError(fault)
         return self
+
+    def _faults(self) -> Iterator[str]:
+        """Yield what does not go together, so that no trial is spent on finding it out."""
+        if self.method == "lora" and self.adapter is None:
+            yield "method 'lora' needs an adapter: adapter.rank and the others"
+        if self.quantization != "none" and self.method != "lora":
+            yield f"quantization {self.quantization!r} needs method 'lora': 4-bit weights are not trained"
+        if self.model is not None and self.method == "lora":
+            yield "method 'lora' adapts a base model; a fresh one has nothing to keep"
+        if self.optim.name == "schedule_free" and self.optim.beta1 == 0:
+            yield "optim.name 'schedule_free' needs an optim.beta1 above 0: it divides by it"
+        if self.adapter is not None and self.method == "lora":
+            yield from self._faults_of_start(self.adapter)
+        if self.preference is None:
+            return
+        if self.preference.loss == "exo_pair" and not self.regularization.label_smoothing:
+            yield "preference.loss 'exo_pair' needs regularization.label_smoothing above 0, such as 0.001"
+        if self.regularization.neftune_alpha:
+            yield (
+                "regularization.neftune_alpha would put noise on the reference, too, which preferences are measured"
+                " against: set it to 0"
+            )
+
+    def _faults_of_start(self, adapter: Adapter) -> Iterator[str]:
+        start = f"adapter.initialisation {adapter.initialisation!r}"
+        if adapter.initialisation == "orthogonal" and adapter.rank % 2:
+            yield f"{start} needs an even adapter.rank, got {adapter.rank}"
+        if adapter.initialisation not in MOVING:
+            return
+        if self.quantization != "none":
+            yield f"{start} moves the base model's weights, and those in 4 bits cannot be: turn quantization or this"
+        if self.preference is not None:
+            yield f"{start} moves the base model's weights, and without the adapter they would be no reference"
+        if adapter.dora:
+            yield f"{start} cannot be told apart from the base again with adapter.dora: turn one of the two"
 
     def canonical_json(self) -> str:
         """Return the one text that stands for this config."""

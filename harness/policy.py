@@ -268,7 +268,7 @@ class Policy(Section):
             return Refusal(
                 f"{len(changed)} knobs changed ({', '.join(changed)}); the policy allows {self.proposals.max_changes}"
             )
-        return self.too_few_steps(config, budget, vocabulary, base) or config
+        return too_long(config, base) or self.too_few_steps(config, budget, vocabulary, base) or config
 
     def too_few_steps(
         self, config: TrialConfig, budget: Budget, vocabulary: int, base: BaseFacts | None
@@ -294,6 +294,16 @@ class Policy(Section):
             f" the policy asks for {self.proposals.minimum_steps}: take a smaller batch"
             + (" or model" if budget.kind == "flops" else "")
         )
+
+
+def too_long(config: TrialConfig, base: BaseFacts | None) -> Refusal | None:
+    """Return why a config's sequences do not fit the positions of its base model, or None."""
+    length = config.batch.sequence_length
+    if base is None or base.context is None or length <= base.context:
+        return None
+    return Refusal(
+        f"batch.sequence_length {length} is longer than the {base.context} tokens that {base.name} has positions for"
+    )
 
 
 def find_policy(name: str) -> Path:

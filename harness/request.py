@@ -21,7 +21,7 @@ from harness.base import Base, locate
 from harness.config import Task, TrialConfig, Value, explain
 from harness.errors import BadInput
 from harness.memory import Gauge
-from harness.policy import Policy, find_policy, packaged_policies
+from harness.policy import Policy, find_policy, packaged_policies, too_long
 from harness.sizes import BaseFacts
 from harness.sources import OPTIONS, data_sources, guard_set, pinned
 from harness.studyfile import (
@@ -243,18 +243,15 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
         say("Trials compute in fp32: this machine has no GPU, and a CPU computes bf16 many times slower.")
     if facts is not None:
         vocabulary = facts.vocabulary
-        length = baseline.batch.sequence_length
-        if facts.context is not None and length > facts.context:
-            raise BadInput(
-                f"batch.sequence_length {length} is longer than the {facts.context} tokens that {facts.name} has"
-                f" positions for: --set batch.sequence_length={facts.context}, or less"
-            )
     else:
         vocabulary = request.vocabulary if request.vocabulary is not None else _vocabulary(plan.text_bytes)
     if vocabulary < SMALLEST_VOCABULARY:
         raise BadInput(
             f"a vocabulary of {vocabulary} is too small: all bytes and some merges need {SMALLEST_VOCABULARY}"
         )
+    longer = too_long(baseline, facts)
+    if longer is not None:
+        raise BadInput(f"{longer.reason}: --set batch.sequence_length= to less")
     refusal = plan.policy.too_few_steps(baseline, plan.budget, vocabulary, facts)
     if refusal is not None:
         raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")

@@ -112,7 +112,8 @@ def _made(request: Request, say: Say) -> Study:
     """Make the study, or raise `BadInput` and leave nothing behind."""
     cache = cache_folder(request.runs)
     with _tidy(cache / "models", cache, request.runs, request.root.parent), _said(request.root):
-        plan = check(_with_demo(request, say))
+        request = _with_demo(request, say)
+        plan = check(request)
         checked = settle(request, plan, _base(request, plan, say), say)
         prepared = _prepare(request, checked, say)
         return _publish(request, checked, prepared, say)
@@ -247,8 +248,8 @@ def _say_duplicates(name: str, report: dict[str, Any], say: Say) -> None:
     dropped = read - sum(used.values())
     if not used["train"]:
         raise BadInput(
-            f"source {name} adds nothing to train on: {dropped} of its {read} texts are duplicates of other texts;"
-            " leave it out"
+            f"source {name} adds nothing to train on: {dropped} of its {read} texts are duplicates of other texts,"
+            " or of what scores are made on; leave it out"
         )
     quotes = report.get("dropped", {}).get(name, {}).get("quotes a held-out text", {"texts": 0})["texts"]
     if quotes:

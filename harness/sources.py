@@ -72,7 +72,7 @@ def guard_set(
     }
     source = _with_options(source, mine)
     table = source.model_dump(exclude={"name", "general"})
-    table |= {"bytes": max(1, min(default_bytes, size_of(as_source(source)) // 2))}
+    table |= {"bytes": default_bytes}
     try:
         return GuardSet.model_validate(table | {"max_regression": 0.05 if max_regression is None else max_regression})
     except ValidationError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tomllib
+import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,8 @@ def refuse_unknown_keys(model: type[BaseModel], table: Mapping[str, Any], where:
     for key, value in table.items():
         if key not in fields:
             raise BadInput(f"unknown key {where + key!r}{nearest(key, fields)}")
-        inner = fields[key].annotation
-        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, BaseModel):
-            refuse_unknown_keys(inner, value, f"{where}{key}.")
+        kind = fields[key].annotation
+        may_be_left_out = typing.get_origin(kind) in (typing.Union, types.UnionType)
+        for inner in typing.get_args(kind) if may_be_left_out else (kind,):
+            if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, BaseModel):
+                refuse_unknown_keys(inner, value, f"{where}{key}.")

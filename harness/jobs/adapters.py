@@ -133,12 +133,8 @@ def _adapter_of(config: TrialConfig) -> Adapter:
 
 def _check(adapter: Adapter, facts: BaseFacts, *, transposed: bool) -> None:
     start = f"adapter.initialisation = {adapter.initialisation!r}"
-    if adapter.initialisation == "orthogonal" and adapter.rank % 2:
-        raise ConfigRefused(f"{start} needs an even adapter.rank, got {adapter.rank}")
     if adapter.initialisation not in MOVING:
         return
-    if adapter.dora:
-        raise ConfigRefused(f"{start} cannot be told apart from the base again with adapter.dora: turn one of the two")
     if adapter.initialisation == "olora" and transposed:
         raise ConfigRefused(f"{start} is not computed by PEFT for {facts.architecture}, whose weights lie transposed")
     thinnest = min(min(layer.inputs, layer.outputs) for layer in facts.adapted(adapter.targets))

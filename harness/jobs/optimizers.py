@@ -48,8 +48,6 @@ def make_optimizer(config: TrialConfig, model: torch.nn.Module, device: torch.de
             return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         case "schedule_free":
             require("schedulefree", "optim.name = 'schedule_free'", "optimizers")
-            if optim.beta1 == 0:
-                raise ConfigRefused("optim.name = 'schedule_free' needs an optim.beta1 above 0: it divides by it")
             import schedulefree
 
             optimizer: torch.optim.Optimizer = schedulefree.AdamWScheduleFree(

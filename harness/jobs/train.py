@@ -247,8 +247,3 @@ def _check(job: TrainJob) -> None:
         return
     if config.preference is None:
         raise ConfigRefused("task 'dpo' needs preference.beta and preference.loss")
-    if config.regularization.neftune_alpha:
-        raise ConfigRefused(
-            "regularization.neftune_alpha would put noise on the reference, too, which preferences are measured"
-            " against: set it to 0"
-        )

@@ -44,6 +44,7 @@ class Night:
     seed: int = 7
     margin: float = 0.004
     base: BaseFacts | None = None
+    reference: Trial | None = None
     memory_bytes: int | None = None
     device: str | None = None
     past: list[Past] = dataclasses.field(default_factory=list)
@@ -113,6 +114,7 @@ class Night:
             minimum_steps=self.policy.proposals.minimum_steps,
             baseline=self.lineage[0],
             incumbent=self.incumbent,
+            reference=self.reference,
             lineage=tuple(self.lineage),
             noise=Noise(standard_deviation=0.002, degrees_of_freedom=2),
             past=tuple(self.past),

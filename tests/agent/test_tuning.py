@@ -264,9 +264,8 @@ def test_no_rule_speaks_of_depth_or_width(night: Any) -> None:
 def guarded(one: Any, reference: float, found: float) -> None:
     """Give the night a guard score of the untouched base, and of its baseline."""
     first = one.baseline_trials[0]
-    untouched = dataclasses.replace(first, id=99, role=Role.REFERENCE, score=1.5, guard_score=reference, replicate=0)
-    trained = tuple(dataclasses.replace(trial, guard_score=found) for trial in one.baseline_trials)
-    one.baseline_trials = (untouched, *trained)
+    one.reference = dataclasses.replace(first, id=99, role=Role.REFERENCE, score=1.5, guard_score=reference)
+    one.baseline_trials = tuple(dataclasses.replace(trial, guard_score=found) for trial in one.baseline_trials)
 
 
 def test_forgetting_is_answered_before_anything_else(night: Any) -> None:

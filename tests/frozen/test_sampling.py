@@ -286,6 +286,7 @@ def test_a_row_needs_room_for_a_token(make_split: MakeSplit) -> None:
 # Packing
 
 
+@settings(deadline=None)
 @given(
     costs=st.lists(st.integers(2, 16), min_size=1, max_size=300),
     sequence_length=st.integers(16, 40),

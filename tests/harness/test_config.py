@@ -9,6 +9,7 @@ from harness.config import (
     Sampling,
     SourceWeight,
     TrialConfig,
+    Value,
     apply,
     difference,
     flatten,
@@ -16,6 +17,7 @@ from harness.config import (
     unflatten,
 )
 from harness.errors import BadValue, UnknownKnob
+from harness.policy import Policy, find_policy
 from tests.samples import BASE
 
 
@@ -158,3 +160,21 @@ def test_a_knob_is_active_only_under_its_condition() -> None:
     knob = RATE.model_copy(update={"when": {"schedule.shape": "cosine"}})
     assert knob.is_active(flatten(config()))
     assert not knob.is_active(flatten(config(**{"schedule.shape": "linear"})))
+
+
+@pytest.mark.parametrize(
+    ("policy", "knobs", "words"),
+    [
+        ("lora", {"adapter.initialisation": "pissa", "quantization": "nf4"}, "4 bits"),
+        ("lora", {"adapter.initialisation": "olora", "adapter.dora": True}, "dora"),
+        ("lora", {"adapter.initialisation": "orthogonal", "adapter.rank": 3}, "even"),
+        ("lora", {"optim.name": "schedule_free", "optim.beta1": 0.0}, "beta1"),
+        ("dpo", {"regularization.neftune_alpha": 5.0}, "reference"),
+        ("dpo", {"adapter.initialisation": "pissa"}, "reference"),
+    ],
+)
+def test_what_does_not_go_together_is_no_config(policy: str, knobs: dict[str, Value], words: str) -> None:
+    """No trial is spent on finding it out."""
+    config = Policy.load(find_policy(policy), ["data"]).baseline({})
+    with pytest.raises(BadValue, match=words):
+        apply(config, knobs)

@@ -35,3 +35,25 @@ def test_a_torch_that_does_not_import_is_missing(tmp_path: Path, monkeypatch: py
     torch = next(finding for finding in doctor.examine(tmp_path, {}) if finding.what == "torch")
     assert torch.state == "missing"
     assert "libcudart" in torch.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_fine_tuning_can_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Present or how to get it; a search does without, so neither is a fault."""
+
+    def version(name: str) -> str:
+        if name == "gguf":
+            raise doctor.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor, "demo_model", lambda: None)
+    found = {finding.what: finding for finding in doctor.examine(tmp_path, {})}
+    assert found["fine-tuning"].state == found["demo model"].state == "ok"
+    assert "bitsandbytes 1.2.3; schedulefree 1.2.3; no gguf" in found["fine-tuning"].text
+    assert "`make demo-model`" in found["demo model"].text
+    model = tmp_path / "small.gguf"
+    model.write_bytes(b"x" * 2000)
+    monkeypatch.setattr(doctor, "demo_model", lambda: model)
+    found = {finding.what: finding for finding in doctor.examine(tmp_path, {})}
+    assert found["demo model"].text == "small.gguf (2.0 kB)"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import BadInput
-from harness.studyfile import Asked, DataSource, Evaluation, StudyFile, named
+from harness.studyfile import Asked, DataSource, Evaluation, GuardSet, StudyFile, named
 
 GOOD: dict[str, Any] = {
     "study": {
@@ -66,6 +66,47 @@ def test_what_is_written_is_read_back(policy: str, path: str, knobs: dict[str, A
     assert [type(value) for value in back.baseline.values()] == [type(value) for value in file.baseline.values()]
 
 
+@given(
+    task=st.sampled_from(["continue", "sft", "dpo"]),
+    model=text.filter(bool),
+    revision=st.none() | text,
+    hub=text,
+    options=st.fixed_dictionaries(
+        {name: st.none() | text for name in ("revision", "subset", "split", "column")} | {"general": st.booleans()}
+    ),
+    guard=st.none()
+    | st.builds(GuardSet, hub=text, column=st.none() | text, bytes=st.integers(1, 9), max_regression=st.floats(0, 10)),
+    beta=st.floats(1e-6, 10),
+)
+def test_a_study_on_a_base_model_is_read_back(
+    task: Any, model: str, revision: str | None, hub: str, options: dict[str, Any], guard: GuardSet | None, beta: float
+) -> None:
+    """Model, data sets of the Hub with their options, guard set and beta survive the file."""
+    file = StudyFile(
+        study=Asked(
+            task=task,
+            model=model,
+            revision=revision,
+            policy="lora",
+            budget="2Mtok",
+            vocabulary=512,
+            seed=0,
+            data=(DataSource(name="a", hub=hub, **options),),
+        ),
+        eval=Evaluation(
+            context=64,
+            stride=1,
+            probe_bytes=1,
+            val_bytes=2,
+            holdout_bytes=3,
+            precision="bf16",
+            preference_beta=beta,
+            guard=guard,
+        ),
+    )
+    assert StudyFile.parse(tomllib.loads(file.render())) == file
+
+
 @given(st.text(max_size=200))
 def test_any_text_is_a_study_file_or_bad_input(tmp_path_factory: pytest.TempPathFactory, content: str) -> None:
     """A damaged file gets a sentence, never a stack trace."""
@@ -88,6 +129,8 @@ def test_any_text_is_a_study_file_or_bad_input(tmp_path_factory: pytest.TempPath
         ("study.budget", "5 bananas", "unknown unit 'bananas'"),
         ("study.task", "juggle", "study.task = 'juggle'"),
         ("study.seed", -1, "study.seed = -1"),
+        ("eval.guard", {"path": "x", "byte": 3}, "unknown key 'eval.guard.byte'; did you mean 'bytes'?"),
+        ("study.data", [{"name": "a", "path": "b", "hub": "c"}], "source a: give one of path and hub"),
         ("eval.stride", 128, "stride 128 must be below context 128"),
         ("eval.val_bytes", "many", "eval.val_bytes = 'many'"),
         ("run.until", "25:00", "run.until = '25:00'"),

@@ -74,12 +74,8 @@ def test_muon_takes_the_matrices_of_the_blocks(tune: Tune, kind: str) -> None:
 @pytest.mark.parametrize(
     ("task", "diff", "kind", "words"),
     [
-        ("sft", {"adapter.initialisation": "olora", "adapter.dora": True}, "llama", "dora"),
         ("sft", {"adapter.initialisation": "olora"}, "gpt2", "transposed"),
-        ("sft", {"adapter.initialisation": "orthogonal", "adapter.rank": 3}, "llama", "even"),
         ("sft", {"adapter.initialisation": "pissa", "adapter.rank": 64}, "llama", "at most 16"),
-        ("sft", {"optim.name": "schedule_free", "optim.beta1": 0.0}, "llama", "beta1"),
-        ("dpo", {"regularization.neftune_alpha": 5.0}, "llama", "reference"),
     ],
 )
 def test_combinations_without_a_meaning_are_invalid(

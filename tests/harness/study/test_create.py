@@ -238,12 +238,18 @@ def test_demo_text_is_the_standard_library(tmp_path: Path) -> None:
         setup.demo_text(tmp_path / "other", library=tmp_path / "nothing")
 
 
-def test_a_cpu_wants_its_precision_named(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy for GPUs is not left to crawl: the sentence says what to add, and then it works."""
+def test_a_cpu_computes_in_fp32(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy for GPUs is not left to crawl, and is told so; who names bf16 has it."""
     monkeypatch.setattr("harness.origin.device", lambda: "cpu")
-    with pytest.raises(BadInput, match="--set precision=fp32"):
-        make(policy="pretrain", budget="20Mtok")
-    assert make(policy="pretrain", budget="20Mtok", baseline={"precision": "fp32"}).baseline.precision == "fp32"
+    said: list[str] = []
+    assert make(policy="pretrain", budget="20Mtok", progress=said.append).baseline.precision == "fp32"
+    assert any("compute in fp32" in line for line in said)
+
+
+def test_who_names_bf16_has_it(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some CPUs have the instructions for it."""
+    monkeypatch.setattr("harness.origin.device", lambda: "cpu")
+    assert make(policy="pretrain", budget="20Mtok", baseline={"precision": "bf16"}).baseline.precision == "bf16"
 
 
 def test_a_baseline_that_cannot_fit_is_told(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
