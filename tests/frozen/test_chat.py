@@ -134,7 +134,7 @@ CONTENTS = (
 TALKS = st.lists(CONTENTS, min_size=2, max_size=6).map(lambda said: said[: len(said) // 2 * 2])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(said=TALKS, system=st.none() | CONTENTS)
 def test_answers_are_marked_exactly(chat_with: MakeChat, said: list[str], system: str | None) -> None:
     """Whatever is said, `ANSWER` tokens decode to it byte for byte, under templates with and without marks alike."""
@@ -146,7 +146,7 @@ def test_answers_are_marked_exactly(chat_with: MakeChat, said: list[str], system
     assert plain.bytes == size(said[1::2])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(said=TALKS, system=st.none() | CONTENTS)
 def test_tokens_are_those_of_an_independent_tokenisation(
     chat_with: MakeChat, said: list[str], system: str | None
@@ -174,7 +174,7 @@ def test_tokens_are_those_of_an_independent_tokenisation(
     assert encoded.marks.tolist() == marks
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(said=TALKS)
 def test_contents_never_make_special_tokens(chat_with: MakeChat, said: list[str]) -> None:
     """There are as many special tokens as the template writes, whatever the contents spell."""
@@ -293,7 +293,7 @@ def test_a_template_that_ends_no_turn_gets_the_eos_token(chat_with: MakeChat) ->
     assert answers_of(chat, encoded) == ["first", "second"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(said=st.lists(CONTENTS, min_size=2, max_size=2))
 def test_a_prompt_and_its_completion_have_no_template(chat_with: MakeChat, said: list[str]) -> None:
     """Prompt, completion, eos; also where both would be one token."""
@@ -306,7 +306,7 @@ def test_a_prompt_and_its_completion_have_no_template(chat_with: MakeChat, said:
     assert encoded.bytes == size(said[1:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(said=TALKS)
 def test_spaces_of_sentencepiece_belong_to_the_answer_after_them(spaced: Chat, said: list[str]) -> None:
     """A word and the space before it are one token: it is the answer's, and the answer decodes to what was said."""
