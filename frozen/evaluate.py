@@ -39,6 +39,9 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 _PROBE_ROWS = 4
 _PROBE_PREFIXES = 6
+_PROBE_POSITIONS = 64
+"""Longest synthetic row: a dozen passes over whole contexts cost more than scoring a small split does. What only
+shows further on is for the sampled tokens to find, which are scored again in their own windows."""
 _RESCORED_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
 """Largest change of a logit, as a share of the largest logit (at least 1), that rounding may explain."""
@@ -198,9 +201,8 @@ class _Scorer:
             if np.isnan(token_nats).any():
                 raise AssertionError("a token of the split was not scored")
             if probes:
-                _Probe(
-                    self, self._split, rows=max(2, min(_PROBE_ROWS, micro_batch)), length=max(2, windows[0].length)
-                ).run()
+                rows, length = min(_PROBE_ROWS, micro_batch), min(_PROBE_POSITIONS, windows[0].length)
+                _Probe(self, self._split, rows=max(2, rows), length=max(2, length)).run()
                 self._score_again(windows, token_nats)
         return token_nats
 
