@@ -268,7 +268,7 @@ class TrialConfig(Section):
         if adapter.initialisation not in MOVING:
             return
         if self.quantization != "none":
-            yield f"{start} moves the base model's weights, and those in 4 bits cannot be: turn quantization or this"
+            yield f"{start} moves the base model's weights, and 4-bit ones cannot be moved: turn quantization or this"
         if self.preference is not None:
             yield f"{start} moves the base model's weights, and without the adapter they would be no reference"
         if adapter.dora:

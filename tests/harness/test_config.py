@@ -165,7 +165,7 @@ def test_a_knob_is_active_only_under_its_condition() -> None:
 @pytest.mark.parametrize(
     ("policy", "knobs", "words"),
     [
-        ("lora", {"adapter.initialisation": "pissa", "quantization": "nf4"}, "4 bits"),
+        ("lora", {"adapter.initialisation": "pissa", "quantization": "nf4"}, "4-bit"),
         ("lora", {"adapter.initialisation": "olora", "adapter.dora": True}, "dora"),
         ("lora", {"adapter.initialisation": "orthogonal", "adapter.rank": 3}, "even"),
         ("lora", {"optim.name": "schedule_free", "optim.beta1": 0.0}, "beta1"),
