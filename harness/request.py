@@ -251,7 +251,7 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
         )
     longer = too_long(baseline, facts)
     if longer is not None:
-        raise BadInput(f"{longer.reason}: --set batch.sequence_length= to less")
+        raise BadInput(f"{longer.reason}: --set batch.sequence_length to at most that")
     refusal = plan.policy.too_few_steps(baseline, plan.budget, vocabulary, facts)
     if refusal is not None:
         raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
