@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from harness.memory import Gauge
 from harness.records import FAILURES, Trial, TrialState
+from harness.sizes import rows_each, widest_row
 
 MOST_POINTS = 4
 """Configs shown on each side of the memory's edge."""
@@ -18,7 +19,7 @@ class Load:
 
     trial: Trial
     pass_tokens: int
-    """Of one forward pass: sequences per device times their length. What activations grow with."""
+    """Most positions of one forward pass: rows per device times the longest's width. What activations grow with."""
     parameters: int | None
     held_bytes: int | None = None
     """What the config holds by its estimate; asked for base models, where tokens and parameters do not tell (adapters,
@@ -74,8 +75,9 @@ def _loads(
     found: dict[tuple[object, int], Load] = {}
     for trial in trials:
         if chosen(trial):
-            batch, model = trial.config.batch, trial.config.model
-            tokens = batch.per_device * batch.sequence_length
+            config, model = trial.config, trial.config.model
+            width = widest_row(config, None if gauge is None else gauge.lengths)
+            tokens = config.batch.per_device * rows_each(config) * width
             known = trial.parameters if vocabulary is None or model is None else model.parameters(vocabulary)
             held = None if gauge is None else gauge.estimate(trial.config).total_bytes
             found.setdefault((model if held is None else held, tokens), Load(trial, tokens, known, held))

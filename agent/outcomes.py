@@ -15,6 +15,7 @@ from agent.view import View, meaningful, node_name
 from harness.config import Knob, TrialConfig, Value
 from harness.errors import BadValue
 from harness.records import Past, Proposal, ProposalState, Trial, TrialState
+from harness.sizes import packs, rows_each
 
 NEAR, RECENT, STRONG = 8, 8, 4
 """Rows of what was tried: near misses, newest others, and the clearest losses."""
@@ -262,15 +263,19 @@ def _loads(some: Iterable[Load]) -> str:
 
 
 def _load(load: Load) -> str:
-    batch, model = load.trial.config.batch, load.trial.config.model
+    config, model = load.trial.config, load.trial.config.model
+    batch = config.batch
     parameters = "" if load.parameters is None else f", {load.parameters:,} parameters"
     shape = "" if model is None else f", depth {model.depth}, width {model.width}"
     peak = load.trial.peak_memory_bytes
     memory = "" if load.held_bytes is None else f", about {size(load.held_bytes)} by estimate"
     memory += "" if peak is None else f", peak {size(peak)}"
+    rows = batch.per_device * rows_each(config)
+    most = "" if packs(config) else "up to "
+    per_step = load.pass_tokens * batch.accumulation
     return (
-        f"{batch.per_device} × {batch.sequence_length} = {load.pass_tokens:,} tokens per pass"
-        f" ({batch.tokens_per_step:,} per step){shape}{parameters}{memory}"
+        f"{rows} × {most}{load.pass_tokens // rows} = {load.pass_tokens:,} tokens per pass"
+        f" ({most}{per_step:,} per step){shape}{parameters}{memory}"
         f" ({_whose(load.trial)})"
     )
 

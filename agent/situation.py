@@ -13,6 +13,7 @@ from agent.prose import NOTHING, Figures, changes, number, one_line, share, size
 from agent.view import View, node_name
 from harness.config import Knob, Value, told
 from harness.records import BASELINE, History, Standing, Trial, unit_of
+from harness.sizes import RowLengths, packs, padding_share, usual_positions
 
 BUDGETS = {
     "tok": "all configs see as many tokens: a smaller batch gives more steps, a bigger model costs only time",
@@ -67,6 +68,8 @@ def task(view: View) -> list[str]:
         "- A proposal runs once. Only if that run is clearly below the incumbent's mean does it run again, on fresh"
         " seeds shared with the incumbent, until the difference is proven, hopeless or the runs are used up.",
     ]
+    if history.lengths is not None:
+        lines.append(f"- {_rows(history.lengths, pairs=history.metric == 'bits_per_pair')}")
     past = Counter("waiting" if p.state == "queued" else view.outcome(p) for p in history.past)
     ran = Counter(trial.state.value.replace("_", " ") for trial in view.trials)
     spans = [trial.wall_seconds for trial in view.trials if trial.wall_seconds is not None]
@@ -196,6 +199,17 @@ def curves(view: View) -> list[str]:
     ]
 
 
+def _rows(lengths: RowLengths, *, pairs: bool) -> str:
+    """Say what rows of single documents cost, which follows from data that no proposer sees."""
+    what = "pair, by its longer answer," if pairs else "document"
+    usual = f"{number(lengths.mean(lengths.longest))} on average"
+    return (
+        f"A training {what} takes {lengths.shortest:,} to {lengths.longest:,} tokens, {usual}. Rows that are not packed"
+        " are padded to the longest of their pass, padding counts as tokens, and a batch.sequence_length beyond the"
+        " longest changes nothing."
+    )
+
+
 def _counts(counter: Counter[str]) -> str:
     found = ", ".join(f"{count} {name}" for name, count in counter.most_common())
     return f" ({found})" if found else ""
@@ -255,8 +269,14 @@ def _gain(view: View, baseline: Standing, incumbent: Standing) -> str:
 
 def _size(view: View, node: Standing) -> str:
     """Return what follows from a config: size of the model, tokens and steps."""
-    batch, trial = node.config.batch, view.telling.get(node.config)
-    parts = [f"takes {batch.tokens_per_step:,} tokens per step"]
+    trial, lengths = view.telling.get(node.config), view.history.lengths
+    positions = usual_positions(node.config, lengths)
+    parts = []
+    if packs(node.config):
+        parts.append(f"takes {positions:,.0f} tokens per step")
+    elif positions is not None and lengths is not None:
+        padding = share(padding_share(node.config, lengths))
+        parts.append(f"takes about {number(positions)} tokens per step, {padding} of them padding")
     if trial is not None and trial.parameters is not None:
         parts.insert(0, f"has {trial.parameters:,} parameters")
     if trial is not None and trial.steps is not None:

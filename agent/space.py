@@ -17,7 +17,7 @@ from harness.config import Diff, Knob, TrialConfig, Value, active_difference, fl
 from harness.errors import BadValue, UnknownKnob
 from harness.memory import Gauge
 from harness.records import History, Past, Proposal, ProposalState, Role, Trial
-from harness.sizes import flops_per_token
+from harness.sizes import as_trained, flops_per_token, usual_positions
 
 SIGNIFICANT_DIGITS = 3
 """Of a proposed number: people read them, and no training run tells 0.00123 from 0.0012345."""
@@ -39,7 +39,7 @@ class Space:
     """The incumbent's config."""
     base_score: float
     known: frozenset[str]
-    """Digests of every config that was tried, waits or was turned away."""
+    """Digests of every config that was tried, waits or was turned away, as `as_trained` spells it."""
     gauge: Gauge | None = None
     """What a config holds in memory; None where device or vocabulary are not known yet."""
 
@@ -49,7 +49,7 @@ class Space:
         standing = history.incumbent or history.baseline
         if standing is None or standing.score is None:
             return None
-        known = frozenset(_known(history, standing.config))
+        known = frozenset(as_trained(config, history.lengths).digest for config in _known(history, standing.config))
         return cls(history, standing.config, standing.score, known, gauge_of(history))
 
     @property
@@ -70,28 +70,34 @@ class Space:
         except (BadValue, UnknownKnob):  # knobs that do not go together, such as width and heads
             return None
         diff = active_difference(self.base, config, self.knobs)
-        if not 1 <= len(diff) <= self.history.max_changes or config.digest in self.known:
+        if not 1 <= len(diff) <= self.history.max_changes or self.is_known(config):
             return None
         if self.gauge is not None and self.gauge.misfit(config) is not None:
             return None
         steps = self.steps(config)
         return None if steps is not None and steps < self.history.minimum_steps else Step(diff, config)
 
-    def steps(self, config: TrialConfig) -> float | None:
-        """Return how many optimizer steps a config gets within the budget, or None where that is not known.
+    def is_known(self, config: TrialConfig) -> bool:
+        """Tell whether a config, or one that trains just like it, was tried, waits or was turned away."""
+        return as_trained(config, self.history.lengths).digest in self.known
 
-        Tokens follow from the budget's text alone; flops (6 × parameters × tokens) need the size of the vocabulary,
-        which a finished trial's parameter count gives away; seconds are never known beforehand.
+    def steps(self, config: TrialConfig) -> float | None:
+        """Return how many optimizer steps a config usually gets within the budget, or None where that is not known.
+
+        Tokens follow from the budget's text, and from the documents' lengths where rows are padded; flops need the size
+        of the vocabulary besides, which a finished trial's parameter count gives away; seconds are never known
+        beforehand. A policy refuses only what is sure to get too few steps; what usually does is not worth a trial.
         """
-        budget = self.history.budget
+        budget, positions = self.history.budget, usual_positions(config, self.history.lengths)
+        if positions is None:
+            return None
         if budget.endswith("tok"):
-            return float(budget.removesuffix("tok")) / config.batch.tokens_per_step
+            return float(budget.removesuffix("tok")) / positions
         entries = vocabulary(self.history)
         if not budget.endswith("flop") or entries is None:
             return None
         per_token = flops_per_token(config, vocabulary=entries, base=self.history.base)
-        per_step = per_token * config.batch.tokens_per_step
-        return float(budget.removesuffix("flop")) / per_step
+        return float(budget.removesuffix("flop")) / (per_token * positions)
 
 
 def gauge_of(history: History) -> Gauge | None:
@@ -105,6 +111,7 @@ def gauge_of(history: History) -> Gauge | None:
         base=history.base,
         device=history.device,
         memory_bytes=history.device_memory_bytes,
+        lengths=history.lengths,
     )
 
 
@@ -218,15 +225,15 @@ def _bounds(knob: Knob, value: Value) -> tuple[float, float, float]:
     return float(knob.low), float(knob.high), float(value)
 
 
-def _known(history: History, base: TrialConfig) -> Iterator[str]:
-    yield base.digest
+def _known(history: History, base: TrialConfig) -> Iterator[TrialConfig]:
+    yield base
     for standing in history.lineage:
-        yield standing.config.digest
+        yield standing.config
     if history.baseline is not None:
-        yield history.baseline.config.digest
+        yield history.baseline.config
     for trial in trials(history):
-        yield trial.config.digest
+        yield trial.config
     for past in history.past:
         config = config_of(past, history, base)
         if config is not None:
-            yield config.digest
+            yield config

@@ -15,12 +15,15 @@ from agent.idea import Idea, Situation
 from agent.space import show, tidy
 from harness.config import Task, Value, flatten, idle
 from harness.records import History
+from harness.sizes import padding_share
 
 RATE = "optim.learning_rate"
 LEAST_BATCH = 32
 """Sequences of an optimizer step below which gradients of short answers get too noisy; smaller ones are for nudges."""
 FORGOTTEN = 0.01
 """Relative rise of the guard's score over the untouched base model's that counts as forgetting."""
+LITTLE_PADDING = 0.05
+"""Share of the positions that packing may leave as padding, too: less is no reason to pack."""
 ROOMY = 0.5
 """Share of the device's memory below which more of it should be used."""
 GUARD = "the guard's score against the untouched base's, beside the study's own"
@@ -157,8 +160,13 @@ def _usual_rate(s: Situation) -> Iterator[Idea]:
 
 
 def _padding(s: Situation) -> Iterator[Idea]:
+    lengths = s.space.history.lengths
     if s.turns("batch.packing") and not s.space.base.batch.packing:
-        why = "Without packing, rows of short documents are mostly padding: fill them."
+        wasted = None if lengths is None else padding_share(s.space.base, lengths)
+        if wasted is not None and wasted < LITTLE_PADDING:
+            return
+        said = "rows of short documents are mostly" if wasted is None else f"{wasted:.0%} of the positions are"
+        why = f"Without packing, {said} padding: fill them."
         yield Idea({"batch.packing": True}, why, 0.005, 0.4, "tokens per second, and probe loss at the end")
 
 

@@ -106,15 +106,16 @@ class Timer:
     """Spends a budget step by step.
 
     ``flops_per_token`` is what one trained token costs (the usual estimate is 6 × parameters: Kaplan et al.,
-    arXiv 2001.08361, section 2.1); it is only used by budgets in flops. ``tokens_per_step``, where the caller knows it,
-    makes the cost of the first step known before it is taken. ``synchronize`` waits for the device to finish.
+    arXiv 2001.08361, section 2.1); it is only used by budgets in flops. ``synchronize`` waits for the device to finish.
 
     ::
 
+        timer.expect(tokens)          # as far as the coming step's batches are known
         while timer.may_begin_step():
             timer.begin_step()
             ...                       # the learning rate is a function of timer.midpoint
             timer.end_step(tokens)
+            timer.expect(...)
     """
 
     def __init__(
@@ -124,17 +125,14 @@ class Timer:
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] = lambda: None,
         flops_per_token: float,
-        tokens_per_step: int | None = None,
     ) -> None:
         if not (math.isfinite(flops_per_token) and flops_per_token > 0):
             raise ValueError(f"flops_per_token must be positive and finite, got {flops_per_token}")
-        if tokens_per_step is not None and tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
         self.budget = budget
         self._clock = clock
         self._synchronize = synchronize
         self._flops_per_token = flops_per_token
-        self._tokens_per_step = tokens_per_step
+        self._expected: int | None = None
         self._began: float | None = None
         self._step_seconds = 0.0
         self._charged_seconds = 0.0
@@ -178,9 +176,18 @@ class Timer:
     def midpoint(self) -> float:
         """Progress in [0, 1] at the middle of the coming (or running) step: what schedules read.
 
-        A budget in seconds does not know its first step's cost and says 0 for it.
+        A budget in seconds does not know its first step's cost and says 0 for it; others know it if it was `expect`ed.
         """
         return min(1.0, (self.spent + self._coming_cost() / 2) / self.budget.amount)
+
+    def expect(self, tokens: int) -> None:
+        """Say what the coming step trains on: its batches can be counted before it begins.
+
+        Without this it is taken to cost what the last few did, and the first one nothing.
+        """
+        if tokens < 1:
+            raise ValueError(f"a step trains on at least one token, got {tokens}")
+        self._expected = tokens
 
     def may_begin_step(self) -> bool:
         """Return whether one more step brings the total nearer to the budget: at most half of it may overshoot."""
@@ -207,6 +214,7 @@ class Timer:
         if not (math.isfinite(seconds) and seconds >= 0):
             raise RuntimeError(f"the clock went from {self._began} by {seconds} s: training time cannot be told")
         self._began = None
+        self._expected = None
         self._step_seconds += seconds
         self._steps += 1
         self._tokens += tokens
@@ -251,15 +259,13 @@ class Timer:
         return tokens * self._flops_per_token if self.budget.kind == "flops" else float(tokens)
 
     def _coming_cost(self) -> float:
-        """Return the expected cost of the next step: the median of the last few, so that one hiccup decides nothing.
+        """Return the cost of the next step: as expected, or the median of the last few, so that no hiccup decides.
 
         0 before the first step where nothing is known.
         """
-        if self._recent:
-            return statistics.median(self._recent)
-        if self._tokens_per_step is None or self.budget.kind == "seconds":
-            return 0.0
-        return self._cost_of_tokens(self._tokens_per_step)
+        if self._expected is not None and self.budget.kind != "seconds":
+            return self._cost_of_tokens(self._expected)
+        return statistics.median(self._recent) if self._recent else 0.0
 
     def _eaten(self, cost: float) -> str:
         size = f"{cost:.6g} {self.budget.kind}"

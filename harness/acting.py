@@ -299,7 +299,7 @@ def _refuse_too_few_steps(made: Study, budget: Budget) -> None:
     with Reader(made.paths.ledger) as reader:
         standings = [standing for standing in (reader.baseline(), reader.incumbent()) if standing is not None]
     for standing in standings:
-        refusal = made.policy.too_few_steps(standing.config, budget, made.vocabulary, made.base)
+        refusal = made.policy.too_few_steps(standing.config, budget, made.vocabulary, made.base, made.lengths)
         if isinstance(refusal, Refusal):
             raise BadValue(f"the full run is too short, give it a larger budget: {refusal.reason}")
 

@@ -80,10 +80,10 @@ class Schedule(Section):
 
 
 class Batch(Section):
-    """How tokens are grouped; an optimizer step sees per_device × accumulation × sequence_length of them."""
+    """How tokens are grouped. What a step costs depends on the rows: `harness.sizes.usual_positions`."""
 
     per_device: Annotated[int, Field(ge=1, le=4096)]
-    """Sequences per forward pass."""
+    """Sequences per forward pass; of preferences, pairs of them."""
     accumulation: Annotated[int, Field(ge=1, le=4096)]
     """Forward passes per optimizer step."""
     sequence_length: Annotated[int, Field(ge=8, le=131072)]
@@ -92,9 +92,9 @@ class Batch(Section):
     """Fill every sequence to its end; else one document per row, cut at ``sequence_length`` and padded."""
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step consumes."""
-        return self.per_device * self.accumulation * self.sequence_length
+    def per_step(self) -> int:
+        """Sequences, or pairs, of one optimizer step."""
+        return self.per_device * self.accumulation
 
 
 class Model(Section):

@@ -13,7 +13,14 @@ from harness.limits import Limits, counted, expected_seconds
 from harness.noise import smallest_provable
 from harness.queries import Reader
 from harness.report.summary import gather, warnings
-from harness.sizes import parameters, trained_parameters
+from harness.sizes import (
+    flops_per_token,
+    packs,
+    padding_share,
+    parameters,
+    trained_parameters,
+    usual_positions,
+)
 from harness.study import Study
 from harness.studyfile import Agent
 from harness.terms import provider_and_model
@@ -78,7 +85,32 @@ def _trained(study: Study) -> list[str]:
         f"Base model: {base.name}{at} ({base.architecture}, {base.parameters / 1e6:.1f} million parameters{held}); the"
         f" baseline trains {how}, method {study.baseline.method}."
     ]
-    return lines + [f"Note on the base model: {note}" for note in base.notes]
+    return lines + _rows(study) + [f"Note on the base model: {note}" for note in base.notes]
+
+
+def _rows(study: Study) -> list[str]:
+    """Say what a step of the baseline costs where its rows are padded, and how many steps that usually gives."""
+    lengths, baseline = study.lengths, study.baseline
+    if lengths is None or packs(baseline):
+        return []
+    positions = usual_positions(baseline, lengths)
+    assert positions is not None
+    padding = padding_share(baseline, lengths)
+    said = (
+        f"Rows: a training {'pair' if baseline.preference else 'document'} takes {lengths.shortest:,} to"
+        f" {lengths.longest:,} tokens. A step of the baseline takes about {positions:,.0f}, {padding:.0%} of it padding"
+    )
+    if study.budget.kind == "seconds":
+        return [f"{said}."]
+    per_token = flops_per_token(baseline, vocabulary=study.vocabulary, base=study.base)
+    steps = study.budget.amount / (positions * (per_token if study.budget.kind == "flops" else 1))
+    lines = [f"{said}: about {steps:,.0f} steps within {study.budget}."]
+    if steps < study.policy.proposals.minimum_steps:
+        lines.append(
+            f"WARNING: the policy asks for {study.policy.proposals.minimum_steps} steps, and the baseline usually gets"
+            f" {steps:.0f}: take a larger budget or a smaller batch."
+        )
+    return lines
 
 
 def _untouched(study: Study) -> list[str]:

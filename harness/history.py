@@ -36,7 +36,7 @@ def history_of(study: Study, reader: Reader) -> History:
             device_memory_bytes=origin.device_memory_bytes(study.device),
         )
     past = (replace(p, trials=()) if p.state is ProposalState.RUNNING else p for p in history.past)
-    return replace(history, past=tuple(past), base=study.base)
+    return replace(history, past=tuple(past), base=study.base, lengths=study.lengths)
 
 
 def briefing_of(study: Study, reader: Reader) -> str:

@@ -247,7 +247,7 @@ def _is_repair(asked: TrialConfig, config: TrialConfig) -> bool:
     return (
         difference(asked, config).keys() == {"batch.per_device", "batch.accumulation"}
         and config.batch.per_device < asked.batch.per_device
-        and config.batch.tokens_per_step == asked.batch.tokens_per_step
+        and config.batch.per_step == asked.batch.per_step
     )
 
 

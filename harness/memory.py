@@ -18,12 +18,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.config import Optimizer, Targets, TrialConfig
 from harness.records import FAILURES, Trial
-from harness.sizes import BaseFacts, Linear, parameters, trained_parameters
+from harness.sizes import (
+    BaseFacts,
+    Linear,
+    RowLengths,
+    packs,
+    parameters,
+    rows_each,
+    trained_parameters,
+    widest_row,
+)
 
 FP32, BF16 = 4, 2
 """Bytes of a number."""
@@ -126,14 +135,25 @@ class Gauge:
     on_gpu: bool
     memory_bytes: int | None
     """Of the device; None where nobody knows, and then nothing is refused."""
+    lengths: RowLengths | None = None
+    """Of the training documents; None: rows are taken to be as long as the config lets them be."""
     correction: Correction = NOTHING_LEARNED
 
     @classmethod
     def learned(
-        cls, trials: Iterable[Trial], *, vocabulary: int, base: BaseFacts | None, device: str, memory_bytes: int | None
+        cls,
+        trials: Iterable[Trial],
+        *,
+        vocabulary: int,
+        base: BaseFacts | None,
+        device: str,
+        memory_bytes: int | None,
+        lengths: RowLengths | None = None,
     ) -> Gauge:
         """Return the gauge of a device (``cpu``, or a GPU by any name), corrected by the trials that ran on it."""
-        gauge = cls(vocabulary=vocabulary, base=base, on_gpu=device != "cpu", memory_bytes=memory_bytes)
+        gauge = cls(
+            vocabulary=vocabulary, base=base, on_gpu=device != "cpu", memory_bytes=memory_bytes, lengths=lengths
+        )
         found = correction(
             (gauge.estimate(trial.config), trial.peak_memory_bytes)
             for trial in trials
@@ -142,11 +162,11 @@ class Gauge:
             and trial.score is not None
             and (trial.device is None or (trial.device != "cpu") == gauge.on_gpu)
         )
-        return cls(vocabulary=vocabulary, base=base, on_gpu=gauge.on_gpu, memory_bytes=memory_bytes, correction=found)
+        return replace(gauge, correction=found)
 
     def estimate(self, config: TrialConfig) -> Estimate:
         """Return what a config will hold."""
-        return estimate(config, vocabulary=self.vocabulary, base=self.base, on_gpu=self.on_gpu)
+        return estimate(config, vocabulary=self.vocabulary, base=self.base, on_gpu=self.on_gpu, lengths=self.lengths)
 
     def misfit(self, config: TrialConfig) -> str | None:
         """Say why a config cannot fit the device; None where it may."""
@@ -208,15 +228,26 @@ def gigabytes(size_bytes: int) -> str:
 # --- the estimate ------------------------------------------------------------------------------------------------
 
 
-def estimate(config: TrialConfig, *, vocabulary: int, base: BaseFacts | None, on_gpu: bool) -> Estimate:
-    """Return what training ``config`` holds at its fullest moment."""
+def estimate(
+    config: TrialConfig,
+    *,
+    vocabulary: int,
+    base: BaseFacts | None,
+    on_gpu: bool,
+    lengths: RowLengths | None = None,
+) -> Estimate:
+    """Return what training ``config`` holds at its fullest moment.
+
+    That is in the pass with the longest row: where rows are padded, ``lengths`` may say that none is as long as the
+    config allows.
+    """
     model = _Shape.of(config, vocabulary, base)
     precision = FP32 if config.precision == "fp32" else BF16
     trains_all = base is None or config.method == "full"
     trained = trained_parameters(config, vocabulary=vocabulary, base=base)
-    rows = config.batch.per_device * (1 if config.preference is None else 2)
-    tokens = rows * config.batch.sequence_length
-    layer = tokens * _layer_bytes_per_token(config, model, base, on_gpu=on_gpu)
+    width = widest_row(config, lengths)
+    tokens = config.batch.per_device * rows_each(config) * width
+    layer = tokens * _layer_bytes_per_token(config, model, base, width, on_gpu=on_gpu)
     states, states_said = _states(config, model, base, trained)
     on_host = on_gpu and config.optim.name in PAGED
     gradients = FP32 * trained
@@ -399,8 +430,10 @@ def _head(
     return last + entries * (HEAD_FORWARD_BYTES + cast + more), last + entries * (HEAD_BYTES + more)
 
 
-def _layer_bytes_per_token(config: TrialConfig, model: _Shape, base: BaseFacts | None, *, on_gpu: bool) -> float:
-    """Return what autograd keeps of one block for one token.
+def _layer_bytes_per_token(
+    config: TrialConfig, model: _Shape, base: BaseFacts | None, length: int, *, on_gpu: bool
+) -> float:
+    """Return what autograd keeps of one block for one token of a row of ``length`` positions.
 
     ``x`` is what enters a norm, in fp32; the norm's own product is kept where the norm's weight is trained. A linear
     layer keeps its input where its weight or its adapter is trained: the tensor itself in fp32, shared by those that
@@ -408,14 +441,13 @@ def _layer_bytes_per_token(config: TrialConfig, model: _Shape, base: BaseFacts |
     output and one number a head; the feed-forward its branches.
     """
     precision = FP32 if config.precision == "fp32" else BF16
-    length = config.batch.sequence_length
     attention = precision * (2 * model.query + 2 * model.key_value) + FP32 * model.heads
     branches = (3 if model.gated else 2) * model.intermediate * precision
     widened = 2 * (model.query - model.key_value) * precision  # keys and values are repeated for every head
     dropout = 0.0 if config.model is None else config.model.attention_dropout
     if dropout > 0 and not on_gpu:  # no fused kernel: probabilities, mask and product, in fp32
         attention += 3 * FP32 * model.heads * length + widened
-    if not config.batch.packing:  # padding needs a mask, which each layer converts
+    if not packs(config):  # padding needs a mask, which each layer converts
         attention += precision * length + widened
     norms = 2 * FP32 * model.hidden + 2 * FP32
     if base is None or config.method == "full":

@@ -36,7 +36,7 @@ from harness.config import (
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
 from harness.records import JudgeRules, Proposal
-from harness.sizes import BaseFacts, flops_per_token
+from harness.sizes import BaseFacts, RowLengths, flops_per_token, least_positions, narrowest_row, packs, rows_each
 from harness.toml import read_toml, refuse_unknown_keys
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
@@ -47,10 +47,6 @@ SECTIONS_OF_TASKS: Mapping[str, tuple[Task, ...]] = {"model": ("pretrain",), "pr
 OF_THE_STUDY = frozenset({"seed", "budget", "eval", "evaluation", "data", "task", "study", "judge"})
 """First parts of names that a person might take for hyperparameters."""
 ALPHAS = frozenset({"adapter.alpha", "adapter.alpha_ratio"})
-
-
-LEAST_ROW_TOKENS = 2
-"""Of an unpacked row: one token to predict, and the separator before it."""
 
 
 class ProposalRules(Section):
@@ -236,11 +232,19 @@ class Policy(Section):
         return Conditions(self.knobs, self.fixed)
 
     def admit(
-        self, proposal: Proposal, parent: TrialConfig, *, budget: Budget, vocabulary: int, base: BaseFacts | None
+        self,
+        proposal: Proposal,
+        parent: TrialConfig,
+        *,
+        budget: Budget,
+        vocabulary: int,
+        base: BaseFacts | None,
+        lengths: RowLengths | None = None,
     ) -> TrialConfig | Refusal:
         """Return the config that a proposal makes of its parent's, or why it may not run.
 
-        Whether that config has been tried before is the ledger's question, not the policy's.
+        ``lengths`` are those of the training documents, as far as they are known. Whether that config has been tried
+        before is the ledger's question, not the policy's.
         """
         diff: dict[str, Value] = {}
         for name, value in proposal.diff.items():
@@ -268,30 +272,37 @@ class Policy(Section):
             return Refusal(
                 f"{len(changed)} knobs changed ({', '.join(changed)}); the policy allows {self.proposals.max_changes}"
             )
-        return too_long(config, base) or self.too_few_steps(config, budget, vocabulary, base) or config
+        return too_long(config, base) or self.too_few_steps(config, budget, vocabulary, base, lengths) or config
 
     def too_few_steps(
-        self, config: TrialConfig, budget: Budget, vocabulary: int, base: BaseFacts | None
+        self,
+        config: TrialConfig,
+        budget: Budget,
+        vocabulary: int,
+        base: BaseFacts | None,
+        lengths: RowLengths | None = None,
     ) -> Refusal | None:
-        """Return why a config gets too few optimizer steps within the budget, or None; a baseline is asked this too."""
-        batch = config.batch
+        """Return why a config gets too few optimizer steps within the budget, or None; a baseline is asked this too.
+
+        Only what is certain counts: padded rows are taken to be as narrow as they can be.
+        """
         if budget.kind == "seconds":  # how many steps fit is only known after they ran
             return None
-        # A packed row is full. An unpacked one is as long as its document, so that only a bound is known beforehand.
-        length = batch.sequence_length if batch.packing else LEAST_ROW_TOKENS
-        per_step = batch.per_device * batch.accumulation * length
+        batch, per_step = config.batch, least_positions(config, lengths)
         cost, unit = float(per_step), f"{per_step} tokens"
         if budget.kind == "flops":
             per_token = flops_per_token(config, vocabulary=vocabulary, base=base)
             cost *= per_token
             unit += f" × {per_token:.3g} flops = {cost:.3g} flops"
-        product = f"{batch.per_device} sequences × {batch.accumulation} passes × {length} tokens"
         steps = budget.amount / cost
         if steps >= self.proposals.minimum_steps:
             return None
+        items = "sequences" if rows_each(config) == 1 else "pairs × 2 rows"
+        product = f"{batch.per_device} {items} × {batch.accumulation} passes × {narrowest_row(config, lengths)} tokens"
+        least, most = ("", "") if packs(config) else ("at least ", "at most ")
         return Refusal(
-            f"one optimizer step takes {product} = {unit}, so the budget of {budget} gives {steps:.1f} steps;"
-            f" the policy asks for {self.proposals.minimum_steps}: take a smaller batch"
+            f"one optimizer step takes {least}{product} = {unit}, so the budget of {budget} gives {most}{steps:.1f}"
+            f" steps; the policy asks for {self.proposals.minimum_steps}: take a smaller batch"
             + (" or model" if budget.kind == "flops" else "")
         )
 

@@ -123,7 +123,14 @@ def _resolve(
     if proposal.parent is not None and proposal.parent not in nodes:
         return Refusal(f"node {proposal.parent} is not in the lineage")
     parent = best if proposal.parent is None else nodes[proposal.parent]
-    return study.policy.admit(proposal, parent, budget=study.budget, vocabulary=study.vocabulary, base=study.base)
+    return study.policy.admit(
+        proposal,
+        parent,
+        budget=study.budget,
+        vocabulary=study.vocabulary,
+        base=study.base,
+        lengths=study.lengths,
+    )
 
 
 def _letters(study: Study) -> Iterator[Proposal]:

@@ -143,17 +143,26 @@ def _held(paths: StudyPaths, reader: Reader, trial: Trial) -> Held | None:
     """
     from harness.memory import Gauge, Held
     from harness.sizes import BaseFacts
+    from harness.study import read_lengths
     from harness.studyfile import FRESH, StudyFile
 
     if trial.device is None or not paths.study_toml.exists():
         return None
     try:
-        asked = StudyFile.read(paths.study_toml).study
+        file = StudyFile.read(paths.study_toml)
+        asked, lengths = file.study, read_lengths(paths, file)
         base = BaseFacts.read(paths.base) if asked.model != FRESH else None
     except BadInput:
         return None
     others = (one for one in reader.trials(curves=False) if one.id != trial.id)
-    gauge = Gauge.learned(others, vocabulary=asked.vocabulary, base=base, device=trial.device, memory_bytes=None)
+    gauge = Gauge.learned(
+        others,
+        vocabulary=asked.vocabulary,
+        base=base,
+        device=trial.device,
+        memory_bytes=None,
+        lengths=lengths,
+    )
     return Held(estimate=gauge.estimate(trial.config), correction=gauge.correction)
 
 

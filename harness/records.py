@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.config import Knob, TrialConfig, Value
-from harness.sizes import BaseFacts
+from harness.sizes import BaseFacts, RowLengths
 
 LARGEST_EXPONENT = 690.0
 """exp() of more overflows."""
@@ -453,6 +453,8 @@ class History:
     """All proposals in the order of their numbers, queued and running ones included."""
     base: BaseFacts | None = None
     """The model that is trained further; None where it is a fresh one."""
+    lengths: RowLengths | None = None
+    """Of the training documents, beside a base model: what padded rows cost follows from them."""
     device: str | None = None
     device_memory_bytes: int | None = None
     """Of the GPU, or of the machine on a CPU."""

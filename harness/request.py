@@ -22,7 +22,7 @@ from harness.config import Task, TrialConfig, Value, explain
 from harness.errors import BadInput
 from harness.memory import Gauge
 from harness.policy import Policy, find_policy, packaged_policies, too_long
-from harness.sizes import BaseFacts
+from harness.sizes import SHORTEST_ROWS, BaseFacts, RowLengths
 from harness.sources import OPTIONS, data_sources, guard_set, pinned
 from harness.studyfile import (
     FRESH,
@@ -252,10 +252,10 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
     longer = too_long(baseline, facts)
     if longer is not None:
         raise BadInput(f"{longer.reason}: --set batch.sequence_length to at most that")
-    refusal = plan.policy.too_few_steps(baseline, plan.budget, vocabulary, facts)
-    if refusal is not None:
-        raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
-    _check_device(plan, baseline, vocabulary, facts)
+    slow = plan.policy.slow_precision(baseline, plan.baseline, origin.device())
+    if slow is not None:
+        raise BadInput(slow)
+    _refuse_misfit(plan, baseline, vocabulary, facts, SHORTEST_ROWS)
     asked = Asked(
         task=plan.task,
         model=plan.model,
@@ -273,14 +273,23 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
     return Checked(file=file, policy_file=plan.policy_file, text_bytes=plan.text_bytes, base=base)
 
 
-def _check_device(plan: Plan, baseline: TrialConfig, vocabulary: int, base: BaseFacts | None) -> None:
-    """Refuse what would crawl on this machine's device, or cannot fit it."""
+def check_rows(plan: Plan, checked: Checked, train: Path) -> None:
+    """Ask again whether the baseline fits budget and memory, now that the training documents are counted."""
+    if checked.base is not None:
+        baseline = plan.policy.baseline(plan.baseline)
+        _refuse_misfit(plan, baseline, checked.base.facts.vocabulary, checked.base.facts, RowLengths.read(train))
+
+
+def _refuse_misfit(
+    plan: Plan, baseline: TrialConfig, vocabulary: int, base: BaseFacts | None, lengths: RowLengths
+) -> None:
+    """Refuse a baseline whose steps are too large for its budget, or that cannot fit this machine's device."""
+    refusal = plan.policy.too_few_steps(baseline, plan.budget, vocabulary, base, lengths)
+    if refusal is not None:
+        raise BadInput(f"the baseline does not fit its budget: {refusal.reason}")
     device = origin.device()
-    slow = plan.policy.slow_precision(baseline, plan.baseline, device)
-    if slow is not None:
-        raise BadInput(slow)
     memory = origin.device_memory_bytes(device)
-    gauge = Gauge(vocabulary=vocabulary, base=base, on_gpu=device != "cpu", memory_bytes=memory)
+    gauge = Gauge(vocabulary=vocabulary, base=base, on_gpu=device != "cpu", memory_bytes=memory, lengths=lengths)
     misfit = gauge.misfit(baseline)
     if misfit is not None:
         raise BadInput(f"the baseline does not fit this machine: {misfit}")

@@ -345,6 +345,7 @@ class Loop:
             budget=self.study.budget,
             vocabulary=self.study.vocabulary,
             base=self.study.base,
+            lengths=self.study.lengths,
         )
         if isinstance(config, Refusal):
             return Rejection(ProposalState.REFUSED, config.reason)

@@ -30,7 +30,7 @@ from harness.errors import BadInput
 from harness.ledger import Ledger
 from harness.paths import DEMO, RUNS, StudyPaths, cache_folder, folder_of
 from harness.policy import find_policy, find_program, packaged_prices
-from harness.request import KINDS, Checked, Plan, Request, Say, check, check_name, settle, tasks_of
+from harness.request import KINDS, Checked, Plan, Request, Say, check, check_name, check_rows, settle, tasks_of
 from harness.rows import StudyRow
 from harness.seal import Seal
 from harness.sources import as_source
@@ -116,6 +116,7 @@ def _made(request: Request, say: Say) -> Study:
         plan = check(request)
         checked = settle(request, plan, _base(request, plan, say), say)
         prepared = _prepare(request, checked, say)
+        check_rows(plan, checked, prepared.folder / "train")
         return _publish(request, checked, prepared, say)
 
 

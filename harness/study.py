@@ -18,7 +18,7 @@ from harness.policy import Policy
 from harness.queries import Reader
 from harness.records import Trial
 from harness.seal import Seal
-from harness.sizes import BaseFacts, flops_per_token, trained_parameters
+from harness.sizes import BaseFacts, RowLengths, flops_per_token, trained_parameters
 from harness.studyfile import FRESH, StudyFile
 
 METRICS: dict[Task, str] = {
@@ -50,6 +50,8 @@ class Study:
     evaluation: EvalSettings
     base: BaseFacts | None
     """The model that is trained further; None where it is a fresh one."""
+    lengths: RowLengths | None
+    """Of the training documents, where a base model is trained; a fresh one is fed a stream without rows."""
     seal: Seal
     device: str
     threads: int
@@ -92,6 +94,7 @@ class Study:
             base=self.base,
             device=self.device,
             memory_bytes=origin.device_memory_bytes(self.device),
+            lengths=self.lengths,
         )
 
     @property
@@ -141,7 +144,21 @@ def build(paths: StudyPaths, file: StudyFile, seal: Seal) -> Study:
             preference_beta=file.eval.preference_beta,
         ),
         base=BaseFacts.read(paths.base) if file.study.model != FRESH else None,
+        lengths=read_lengths(paths, file),
         seal=seal,
         device=origin.device() if file.run.device == "auto" else file.run.device,
         threads=file.run.threads or origin.threads(),
     )
+
+
+def read_lengths(paths: StudyPaths, file: StudyFile) -> RowLengths | None:
+    """Count the training documents of a base model's study; None where their arrays are damaged.
+
+    That is the seal's to find and to name: who only reads, or verifies, must get as far.
+    """
+    if file.study.model == FRESH:
+        return None
+    try:
+        return RowLengths.read(paths.split("train"))
+    except (OSError, EOFError, ValueError, KeyError):
+        return None

@@ -180,7 +180,7 @@ class Night:
         )
         trained = Trained(
             steps=300,
-            tokens=300 * config.batch.tokens_per_step,
+            tokens=300 * config.batch.per_step * config.batch.sequence_length,
             parameters=config.shape.parameters(2048),
             train_seconds=12.0,
             warmup_seconds=0.4,

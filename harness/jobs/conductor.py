@@ -84,6 +84,7 @@ class Conductor(TrainerCallback):
         """Stop the clock before Trainer asks the schedule for the next step's rate: it reads the timer."""
         self._rate = self._training.optimizer.param_groups[0]["lr"]
         self._timer.end_step(self._trainer.take_tokens())
+        self._timer.expect(self._trainer.coming_tokens())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
         """Report a point at every share of the budget, and end when no further step fits."""

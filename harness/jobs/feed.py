@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +22,15 @@ class Feed:
     def __init__(self, job: TrainJob, split: EncodedSplit, *, skip: int, with_mask: bool) -> None:
         """``with_mask``: say which positions hold tokens also where all do; SFTTrainer insists."""
         self._batches = _batches(job, split, skip=skip)
+        self._ahead: deque[tuple[int, Named]] = deque()
         self._with_mask = with_mask
         self._tokens = 0
+
+    def coming_tokens(self, batches: int) -> int:
+        """Return what the next batches will cost; they are drawn now and kept until they are asked for."""
+        while len(self._ahead) < batches:
+            self._ahead.append(next(self._batches))
+        return sum(tokens for tokens, _ in itertools.islice(self._ahead, batches))
 
     def take_tokens(self) -> int:
         """Return the tokens of the batches since the last call."""
@@ -32,7 +41,8 @@ class Feed:
         return self._named()
 
     def _named(self) -> Iterator[Named]:
-        for tokens, batch in self._batches:
+        while True:
+            tokens, batch = self._ahead.popleft() if self._ahead else next(self._batches)
             self._tokens += tokens
             if self._with_mask and not batch.keys() & {"attention_mask", "position_ids"}:
                 batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -44,7 +54,10 @@ class Feed:
 
 
 def _batches(job: TrainJob, split: EncodedSplit, *, skip: int) -> Iterator[tuple[int, Named]]:
-    """Yield every batch with the tokens that it costs."""
+    """Yield every batch with the tokens that it costs.
+
+    Plain text that is packed is one stream, whose documents see each other; unpacked, its documents are rows as well.
+    """
     config = job.config
     options: dict[str, Any] = {
         "seed": job.seed,
@@ -58,11 +71,11 @@ def _batches(job: TrainJob, split: EncodedSplit, *, skip: int) -> Iterator[tuple
     }
     # Padding is masked wherever it lies, so any token will do; the separator is in every vocabulary.
     match job.task:
-        case "pretrain" | "continue":
+        case "pretrain" | "continue" if config.batch.packing:
             stream = Batches(split, **options)
             stream.skip(skip)
             return ((x.numel(), {"input_ids": x, "labels": x.clone()}) for x in stream)
-        case "sft":
+        case "pretrain" | "continue" | "sft":
             examples = Examples(split, packing=config.batch.packing, padding=split.separator, **options)
             examples.skip(skip)
             return ((batch.tokens, _present(batch)) for batch in examples)

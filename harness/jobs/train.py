@@ -25,7 +25,7 @@ from harness.jobs.schedule import rate_factor
 from harness.jobs.trainers import FrozenTrainer
 from harness.jobs.weights import write_whole
 from harness.records import CurvePoint, Failed, Trained, TrialState
-from harness.sizes import BaseFacts, flops_per_token, parameters
+from harness.sizes import BaseFacts, RowLengths, flops_per_token, packs, parameters, rows_each, widest_row
 
 _WARMUP_PASSES = {"cpu": 1, "cuda": 3}
 
@@ -43,7 +43,6 @@ def train(job: TrainJob, on_point: OnPoint) -> Trained | Failed:
         budget,
         synchronize=devices.synchronizer(device),
         flops_per_token=flops_per_token(job.config, vocabulary=split.vocabulary, base=facts),
-        tokens_per_step=_tokens_per_step(job),
     )
     try:
         training = Training(job, split, timer, device, on_point)
@@ -73,12 +72,6 @@ def train(job: TrainJob, on_point: OnPoint) -> Trained | Failed:
     )
 
 
-def _tokens_per_step(job: TrainJob) -> int | None:
-    """Return what every step costs, None where that depends on the rows that it happens to get."""
-    filled = job.task in ("pretrain", "continue") or (job.task == "sft" and job.config.batch.packing)
-    return job.config.batch.tokens_per_step if filled else None
-
-
 class Training:
     """One training run: the pieces, in the order in which they are made."""
 
@@ -98,7 +91,7 @@ class Training:
         self.resumed = resume.load(job) if job.resumable else None
         if self.resumed is not None:
             self._go_on_from(self.resumed)
-        self.warmup_seconds = self._warm_up(split.vocabulary)
+        self.warmup_seconds = self._warm_up()
 
     def _fresh(self, split: EncodedSplit) -> torch.nn.Module:
         model = build_model(self.job.config, split.vocabulary, split.separator)
@@ -161,21 +154,23 @@ class Training:
             group["lr"] = self.job.config.optim.learning_rate  # what the schedule multiplies, not where it had got to
         self.timer.restore(state.timer)
 
-    def _warm_up(self, vocabulary: int) -> float:
+    def _warm_up(self) -> float:
         """Run passes that change nothing, so that compiling and allocating cost no budget; return their seconds.
 
-        Beyond the cap they do cost budget: else a config could buy time by compiling.
+        Rows are as wide as the widest that will come: a longer one would need memory that training does not. Beyond the
+        cap they do cost budget: else a config could buy time by compiling.
         """
-        batch = self.job.config.batch
-        rows = batch.per_device * (2 if self.job.task == "dpo" else 1)
+        config, split = self.job.config, self._split
+        lengths = None if packs(config) else RowLengths.of(split)
+        shape = (config.batch.per_device * rows_each(config), widest_row(config, lengths))
         began = time.perf_counter()
         seconds = 0.0
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            tokens = torch.randint(vocabulary, (rows, batch.sequence_length)).to(self.device)
+            tokens = torch.randint(split.vocabulary, shape).to(self.device)
             for _ in range(_WARMUP_PASSES[self.device.type]):
                 if seconds > self.job.warmup_cap_seconds:
                     break
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.config.precision == "bf16"):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                     loss = self.model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss
                 loss.backward()
                 devices.synchronizer(self.device)()
@@ -189,11 +184,13 @@ class Training:
         """Return the trainer of this task on this device, or one of another kind that should do the same."""
         job, schedule, timer = self.job, self.job.config.schedule, self.timer
         kind = kind or trainer_kind(job, self.device)
+        accumulation = job.config.batch.accumulation
+        feed = Feed(job, self._split, skip=timer.steps * accumulation, with_mask=kind.wants_mask)
+        timer.expect(feed.coming_tokens(accumulation))  # the scheduler asks for the first step's rate at once
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: rate_factor(schedule, timer.midpoint)
         )
         options = {"ref_model": self.reference} if job.task == "dpo" else {}
-        feed = Feed(job, self._split, skip=timer.steps * job.config.batch.accumulation, with_mask=kind.wants_mask)
         trainer = kind.of(job, feed, model=self.model, optimizers=(self.optimizer, scheduler), **options)
         trainer.add_callback(Conductor(self, trainer))
         return trainer

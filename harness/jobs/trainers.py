@@ -89,6 +89,10 @@ class FrozenTrainer(Trainer):
         """Return what the running step trains on; Trainer draws all batches of a step before it begins."""
         return self._feed.take_tokens()
 
+    def coming_tokens(self) -> int:
+        """Return what the next step will train on."""
+        return self._feed.coming_tokens(self.args.gradient_accumulation_steps)
+
     def _clip_grad_norm(self, model: Any) -> Any:
         self.gradient_norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         return self.gradient_norm

@@ -93,7 +93,7 @@ class Night:
                 budget=str(self.budget),
                 parameters=parameters,
                 tokens=tokens,
-                steps=tokens // config.batch.tokens_per_step,
+                steps=tokens // (config.batch.per_step * config.batch.sequence_length),
                 train_seconds=12.0,
                 wall_seconds=14.5,
                 peak_memory_bytes=400_000_000 + 12 * parameters,

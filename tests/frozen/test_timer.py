@@ -166,7 +166,8 @@ def test_one_hiccup_does_not_end_a_trial(clock: Clock) -> None:
 @pytest.mark.parametrize(("budget", "flops_per_token"), [("100tok", 1.0), ("600flop", 6.0)])
 def test_midpoints_are_the_middle_of_each_step(clock: Clock, budget: str, flops_per_token: float) -> None:
     """A schedule sampled at midpoints sees evenly spaced values, the first step included where its cost is known."""
-    timer = Timer(Budget.parse(budget), clock=clock, flops_per_token=flops_per_token, tokens_per_step=10)
+    timer = Timer(Budget.parse(budget), clock=clock, flops_per_token=flops_per_token)
+    timer.expect(10)
     seen = []
     while timer.may_begin_step():
         seen.append(timer.midpoint)
@@ -200,8 +201,9 @@ def test_flops_make_a_bigger_model_pay(clock: Clock) -> None:
 @pytest.mark.parametrize("budget", ["10tok", "5tok", "60flop"])
 def test_a_first_step_that_eats_the_budget_is_caught(clock: Clock, budget: str, known: bool) -> None:
     """A single step of the whole budget is refused with both numbers, before it runs where that is possible."""
-    timer = Timer(Budget.parse(budget), clock=clock, flops_per_token=6, tokens_per_step=10 if known else None)
+    timer = Timer(Budget.parse(budget), clock=clock, flops_per_token=6)
     if known:
+        timer.expect(10)
         with pytest.raises(BudgetTooSmall, match=str(Budget.parse(budget))):
             timer.begin_step()
         assert timer.steps == 0
@@ -256,11 +258,12 @@ def test_misuse_is_an_error(clock: Clock, misuse: Callable[[Timer], object], mes
         misuse(Timer(Budget.parse("10s"), clock=clock, flops_per_token=1))
 
 
-@pytest.mark.parametrize("arguments", [{"flops_per_token": 0}, {"flops_per_token": 1, "tokens_per_step": 0}])
-def test_impossible_costs_are_refused(arguments: dict[str, int]) -> None:
+def test_impossible_costs_are_refused() -> None:
     """A token costs something and a step holds one."""
     with pytest.raises(ValueError, match="must be"):
-        Timer(Budget.parse("10s"), **arguments)  # type: ignore[arg-type]
+        Timer(Budget.parse("10s"), flops_per_token=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        Timer(Budget.parse("10s"), flops_per_token=1).expect(0)
 
 
 def test_a_step_without_tokens_is_refused(clock: Clock) -> None:
@@ -306,7 +309,7 @@ def test_steps_of_different_sizes_spend_their_own_tokens(steps: list[int], amoun
     """Padded rows: what is spent is what was booked, and the end lies within the largest step of the budget."""
     clock = Clock()
     factor = 6 if kind == "flops" else 1
-    timer = Timer(Budget(kind, float(amount * factor)), clock=clock, flops_per_token=6, tokens_per_step=None)
+    timer = Timer(Budget(kind, float(amount * factor)), clock=clock, flops_per_token=6)
     sizes, booked = itertools.cycle(steps), 0
     while timer.may_begin_step():
         assert 0 <= timer.midpoint <= 1
@@ -315,3 +318,37 @@ def test_steps_of_different_sizes_spend_their_own_tokens(steps: list[int], amoun
         booked += size
         assert timer.spent == factor * booked
     assert -max(steps) < amount - booked < max(steps) / 2
+
+
+@given(
+    steps=st.lists(st.integers(100, 1000), min_size=1, max_size=20),
+    amount=st.integers(5001, 20_000),
+    kind=st.sampled_from(typing.get_args(Kind)[1:]),
+)
+def test_steps_that_are_counted_beforehand_have_exact_midpoints(steps: list[int], amount: int, kind: Kind) -> None:
+    """Padded rows, expected: each midpoint is the step's own, and the end lies within half of its last one."""
+    clock = Clock()
+    factor = 6 if kind == "flops" else 1
+    timer = Timer(Budget(kind, float(amount * factor)), clock=clock, flops_per_token=6)
+    sizes, booked = itertools.cycle(steps), 0
+    size = next(sizes)
+    timer.expect(size)
+    while timer.may_begin_step():
+        assert timer.midpoint == pytest.approx(min(1.0, (booked + size / 2) / amount))
+        assert timer.midpoint > 0
+        step(timer, clock, tokens=size)
+        booked += size
+        size = next(sizes)
+        timer.expect(size)
+    assert amount <= booked + size / 2
+    assert booked <= amount + max(steps) / 2
+
+
+def test_seconds_are_not_expected_in_tokens(clock: Clock) -> None:
+    """What a step trains on says nothing about how long it takes."""
+    timer = Timer(Budget.parse("10s"), clock=clock, flops_per_token=1)
+    timer.expect(10_000)
+    assert timer.midpoint == 0
+    step(timer, clock, seconds=2)
+    timer.expect(10_000)
+    assert timer.midpoint == pytest.approx(0.3)

@@ -85,7 +85,7 @@ def test_repairs_keep_the_effective_batch_of_odd_sizes(
     else:
         assert isinstance(step, Repair)
         assert step.config.batch.per_device < size
-        assert step.config.batch.tokens_per_step == config.batch.tokens_per_step
+        assert step.config.batch.per_step == config.batch.per_step
 
 
 def test_divergence_in_the_screening_ends_the_proposal(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from frozen.loader import Examples, Pairs
 from frozen.timer import Budget, Timer
 from frozen.tokens import EncodedSplit
 from harness.config import Optimizer, Value
+from harness.jobs.feed import Feed
 from harness.jobs.job import TrainJob
 from harness.jobs.model import load_base
 from harness.jobs.optimizers import averaged, make_optimizer
@@ -351,6 +354,74 @@ def test_what_goes_through_the_model_is_charged(tune: Tune) -> None:
     drawn = [next(batches).tokens for _ in range(2 * result.steps)]
     assert result.tokens == sum(drawn)
     assert len(set(drawn)) > 1
+
+
+def rates(job: TrainJob) -> list[float]:
+    """Train in process; return the learning rate of every step."""
+    torch.set_num_threads(1)
+    timer = Timer(Budget.parse(job.budget), flops_per_token=1.0)
+    training = Training(job, EncodedSplit.load(job.train), timer, CPU, lambda point: None)
+    trainer, found = training.trainer(), []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *arguments: object, **rest: object) -> None:
+            found.append(training.optimizer.param_groups[0]["lr"])
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    return found
+
+
+@pytest.mark.parametrize(("task", "packing"), [("sft", True), ("sft", False), ("dpo", False), ("continue", False)])
+def test_the_first_step_of_a_ramp_learns(tune: Tune, task: str, packing: bool) -> None:
+    """Padded rows and pairs are counted before they are trained on: each rate is that of its step's own middle."""
+    diff: dict[str, Value] = {"batch.packing": packing, "schedule.warmup_fraction": 0.5, "schedule.shape": "linear"}
+    job = tune(task, "lora", diff, budget="2000tok", probe_points=0)
+    found = rates(job)
+    feed = Feed(job, EncodedSplit.load(job.train), skip=0, with_mask=False)
+    spent, expected = 0, []
+    for _ in found:
+        cost = feed.coming_tokens(job.config.batch.accumulation)
+        expected.append(job.config.optim.learning_rate * rate_factor(job.config.schedule, (spent + cost / 2) / 2000))
+        for batch in itertools.islice(feed, job.config.batch.accumulation):
+            assert batch["input_ids"].numel()
+        assert feed.take_tokens() == cost
+        spent += cost
+    assert found == pytest.approx(expected)
+    assert found[0] > 0
+
+
+def test_text_that_is_not_packed_comes_by_the_document(tune: Tune) -> None:
+    """The knob turns something for continued pretraining as well: rows of single documents, padded."""
+    packed, padded = (
+        Feed(job, EncodedSplit.load(job.train), skip=0, with_mask=False)
+        for job in (tune("continue", "full", {"batch.packing": on}, name=str(on)) for on in (True, False))
+    )
+    stream, rows = next(iter(packed)), next(iter(padded))
+    assert stream["input_ids"].shape == (2, 48)
+    assert "attention_mask" not in stream
+    assert (rows["input_ids"][:, 0] == 0).all()
+    assert rows["input_ids"].shape[1] < 48
+    assert (rows["attention_mask"] == 0).any()
+
+
+@pytest.mark.parametrize(("task", "rows"), [("sft", 2), ("dpo", 4)])
+def test_warming_up_is_as_wide_as_the_widest_batch(
+    tune: Tune, task: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length that no document reaches must not run out of memory before training begins."""
+    seen: list[tuple[int, ...]] = []
+    draw = torch.randint
+
+    def watched(high: int, shape: tuple[int, ...], **rest: object) -> torch.Tensor:
+        seen.append(tuple(shape))
+        return draw(high, shape)
+
+    monkeypatch.setattr(torch, "randint", watched)
+    job = tune(task, "lora", {"batch.packing": False, "batch.sequence_length": 512})
+    Training(job, EncodedSplit.load(job.train), Timer(Budget("tokens", 1e6), flops_per_token=1.0), CPU, lambda _: None)
+    longest = int(np.diff(EncodedSplit.load(job.train).offsets).max()) + 1
+    assert seen == [(rows, -(-longest // 8) * 8)]
 
 
 def test_a_proposal_gives_up_in_bits_per_pair(tune: Tune) -> None:

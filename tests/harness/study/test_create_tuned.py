@@ -215,9 +215,15 @@ def test_unpacked_rows_are_refused_only_where_it_is_certain() -> None:
     unpacked = {"batch.packing": False}
     with pytest.raises(BadInput, match="one optimizer step takes 2 sequences × 1 passes × 64 tokens"):
         make("packed", budget="1000tok")
-    assert make("unpacked", budget="1000tok", baseline=unpacked).baseline.batch.packing is False
-    with pytest.raises(BadInput, match="one optimizer step takes 2 sequences × 1 passes × 2 tokens"):
-        make("hardly", budget="70tok", baseline=unpacked)
+    with pytest.raises(BadInput, match="at least 2 sequences × 1 passes × 8 tokens"):  # before any data is read
+        make("hardly", budget="300tok", baseline=unpacked)
+    with pytest.raises(BadInput, match="at least 2 sequences × 1 passes × 64 tokens"):  # every document is longer
+        make("counted", budget="1000tok", baseline=unpacked)
+    assert not list(Path("runs").glob("*counted*"))
+    longer = {"batch.sequence_length": 128}
+    with pytest.raises(BadInput, match="one optimizer step takes 2 sequences × 1 passes × 128 tokens"):
+        make("full", budget="4500tok", baseline=longer)
+    assert make("padded", budget="4500tok", baseline=longer | unpacked).baseline.batch.packing is False
 
 
 @pytest.mark.usefixtures("place")
