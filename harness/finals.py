@@ -15,7 +15,7 @@ from harness.errors import SealBroken
 from harness.files import link_tree
 from harness.launch import Launcher
 from harness.ledger import Ledger
-from harness.orders import score_order, splits_of, train_order
+from harness.orders import score_order, train_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
 from harness.records import CurvePoint, Failed, Merged, Role, Scored, Trained, Trial, TrialState
@@ -125,21 +125,17 @@ class FinalRunner:
         link_tree(paths.train / "model", paths.model)
         (paths.model / CARD).unlink(missing_ok=True)  # PEFT leaves a template of a card
         digest = checkpoints.digest_of(paths.model)
-        found = []
-        for split in splits_of(self.study):
-            scored = self.score(config, paths.model, split, paths.log)
-            if isinstance(scored, Failed):
-                return Ending.of_failed(scored, trained=trained)
-            found.append(scored)
-        val, *guard = found
-        return Ending.of_scored(
-            trained=trained, scored=val, checkpoint_digest=digest, guard=guard[0] if guard else None
-        )
+        scored = self.score(config, paths.model, "val", paths.log, guarded=True)
+        if isinstance(scored, Failed):
+            return Ending.of_failed(scored, trained=trained)
+        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=digest)
 
-    def score(self, config: TrialConfig, weights: Path | None, split: str, log: Path) -> Scored | Failed:
-        """Score a model folder, or the untouched base, on one split."""
+    def score(
+        self, config: TrialConfig, weights: Path | None, split: str, log: Path, *, guarded: bool = False
+    ) -> Scored | Failed:
+        """Score a model folder, or the untouched base, on one split, and on the guard set if that is wanted."""
         self.check_tool()
-        job = score_order(self.study, config, weights=weights, split=split)
+        job = score_order(self.study, config, weights=weights, split=split, guarded=guarded)
         scored = self.launcher.run(job, log=log, deadline_seconds=SECONDS_PER_DAY)
         assert isinstance(scored, Scored | Failed)
         return scored

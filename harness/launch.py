@@ -315,7 +315,7 @@ class _Run:
             match self.outcome:
                 case Trained() if self.exit.status == 0 and kind == "train":
                     return self.outcome.model_copy(update={"wall_seconds": wall})
-                case Scored() if self.exit.status == 0 and kind == "score":
+                case Scored() if self.exit.status == 0 and self._is_asked_for(self.outcome):
                     return self.outcome
                 case Merged() if self.exit.status == 0 and kind == "merge":
                     return self.outcome
@@ -333,6 +333,11 @@ class _Run:
             train_seconds=None if point is None else point.seconds,
             wall_seconds=wall,
         )
+
+    def _is_asked_for(self, scored: Scored) -> bool:
+        """Tell whether the order was to score, and whether it named a guard set if one was scored."""
+        job = self.order.job
+        return isinstance(job, ScoreJob) and (job.guard is None) == (scored.guard is None)
 
     def _explain(self) -> tuple[TrialState, str, str]:
         """Return state, class and sentence of a job that left no valid result."""

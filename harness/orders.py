@@ -41,28 +41,27 @@ def train_order(
     )
 
 
-def score_order(study: Study, config: TrialConfig, *, weights: Path | None, split: str) -> ScoreJob:
-    """Return the order to score the model folder ``weights`` on ``val``, ``holdout`` or ``guard``.
+def score_order(
+    study: Study, config: TrialConfig, *, weights: Path | None, split: str, guarded: bool = False
+) -> ScoreJob:
+    """Return the order to score the model folder ``weights`` on ``val`` or ``holdout``.
 
-    Without weights it is the untouched base model that is scored, in the precision and the tokenizer of all the others.
-    The guard set is plain text, whatever the study's task.
+    ``guarded``: on the guard set as well, where the study has one. Without weights it is the untouched base model that
+    is scored, in the precision and the tokenizer of all the others.
     """
+    guard = study.paths.split(GUARD).resolve() if guarded and study.file.eval.guard is not None else None
     return ScoreJob(
-        task="continue" if split == GUARD else study.file.study.task,
+        task=study.file.study.task,
         config=config,
         base=_base(study),
         weights=None if weights is None else weights.resolve(),
         split=study.paths.split(split).resolve(),
+        guard=guard,
         tokenizer=study.paths.tokenizer.resolve(),
         evaluation=study.evaluation,
         device=study.device,
         threads=study.threads,
     )
-
-
-def splits_of(study: Study) -> tuple[str, ...]:
-    """Return the splits that every trial is scored on, in this order."""
-    return ("val",) if study.file.eval.guard is None else ("val", GUARD)
 
 
 def merge_order(study: Study, config: TrialConfig, *, weights: Path, folder: Path) -> MergeJob:

@@ -180,7 +180,7 @@ class Trained(Record):
 
 
 class Scored(Record):
-    """What the scoring child found for saved weights."""
+    """What the scoring child found for saved weights on one split."""
 
     nats: float
     """Sum over all scored tokens, or over all preference pairs."""
@@ -194,6 +194,8 @@ class Scored(Record):
     """Preference pairs; None where text is scored."""
     right_pairs: int | None = None
     """Pairs in which the chosen answer won; a tie is half a pair, rounded down."""
+    guard: Scored | None = None
+    """What the same weights came to on the guard set, where that was asked for."""
 
     @property
     def score(self) -> float:

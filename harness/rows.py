@@ -171,13 +171,13 @@ class Ending:
         trained: Trained | None,
         scored: Scored,
         checkpoint_digest: str | None,
-        guard: Scored | None = None,
         curve: tuple[CurvePoint, ...] = (),
     ) -> Self:
         """Return the ending of a scored trial, with what the guard set came to where the study has one.
 
         Its seconds of scoring are those of both sets.
         """
+        guard = scored.guard
         spent = scored.score_seconds + (0.0 if guard is None else guard.score_seconds)
         return cls(
             scored=scored.model_copy(update={"score_seconds": spent}),

@@ -13,7 +13,7 @@ from harness.files import write_whole
 from harness.launch import Launcher
 from harness.ledger import Ledger
 from harness.limits import expected_seconds
-from harness.orders import score_order, splits_of, train_order
+from harness.orders import score_order, train_order
 from harness.owner import Owner
 from harness.paths import TrialPaths
 from harness.queries import Reader
@@ -147,20 +147,17 @@ class TrialRunner:
 
     def _score(self, step: Run, trained: Trained | None, paths: TrialPaths, should_stop: Callable[[], bool]) -> Ending:
         """Score what was trained, or the untouched base, on val and on the guard set where the study has one."""
-        weights, found = None if trained is None else paths.weights, []
-        for split in splits_of(self._study):
-            scored = self._launcher.run(
-                score_order(self._study, step.config, weights=weights, split=split),
-                log=paths.log,
-                deadline_seconds=self._deadline_seconds(),
-                should_stop=should_stop,
-            )
-            if not isinstance(scored, Scored):
-                assert isinstance(scored, Failed)
-                return Ending.of_failed(scored, trained=trained)
-            found.append(scored)
-        val, *guard = found
-        return Ending.of_scored(trained=trained, scored=val, checkpoint_digest=None, guard=guard[0] if guard else None)
+        weights = None if trained is None else paths.weights
+        scored = self._launcher.run(
+            score_order(self._study, step.config, weights=weights, split="val", guarded=True),
+            log=paths.log,
+            deadline_seconds=self._deadline_seconds(),
+            should_stop=should_stop,
+        )
+        if not isinstance(scored, Scored):
+            assert isinstance(scored, Failed)
+            return Ending.of_failed(scored, trained=trained)
+        return Ending.of_scored(trained=trained, scored=scored, checkpoint_digest=None)
 
     def _deadline_seconds(self) -> float:
         """Return how long a job may take by the wall clock: generous for the first, then a multiple of the usual."""

@@ -25,7 +25,7 @@ from harness.audit import audit, judges_again
 from harness.errors import CannotStart, CheckFailed, OvernightError, StudyLocked
 from harness.jobs.job import ScoreJob
 from harness.locks import device_lock
-from harness.orders import score_order, splits_of
+from harness.orders import score_order
 from harness.paths import GUARD, StudyPaths
 from harness.queries import Reader
 from harness.records import Failed, Merged, Scored, Standing, Trained, Trial
@@ -163,8 +163,7 @@ def _rescored(
     if reference is not None:
         subjects.append(_Subject("the untouched base", f"trial {reference.id}", reference, None))
     for subject in subjects:
-        for split in splits_of(study):
-            yield _again(study, subject, split, scorer, upgrade)
+        yield from _again(study, subject, scorer, upgrade)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +176,27 @@ class _Subject:
     weights: Path | None
 
 
-def _again(study: Study, subject: _Subject, split: str, scorer: Scorer | None, upgrade: Upgrade | None) -> Finding:
-    """Score one thing on one split again and hold it against its row."""
-    job = score_order(study, subject.trial.config, weights=subject.weights, split=split)
+def _again(study: Study, subject: _Subject, scorer: Scorer | None, upgrade: Upgrade | None) -> Iterator[Finding]:
+    """Score one thing again, on the guard set too where there is one, and hold it against its row."""
+    job = score_order(study, subject.trial.config, weights=subject.weights, split="val", guarded=True)
     try:
         scored = _score(study, job, scorer)
     except (CannotStart, StudyLocked) as error:
-        return Finding(what="score", state="failed", text=f"{subject.name} could not be scored again: {error}")
+        yield Finding(what="score", state="failed", text=f"{subject.name} could not be scored again: {error}")
+        return
     if not isinstance(scored, Scored):
         reason = (
             f"{scored.state.value}, {scored.error_text}" if isinstance(scored, Failed) else "it was trained instead"
         )
-        return Finding(what="score", state="failed", text=f"{subject.name} cannot be scored: {reason}")
+        yield Finding(what="score", state="failed", text=f"{subject.name} cannot be scored: {reason}")
+        return
+    yield _held_against_its_row(subject, "val", scored, upgrade)
+    if scored.guard is not None:
+        yield _held_against_its_row(subject, GUARD, scored.guard, upgrade)
+
+
+def _held_against_its_row(subject: _Subject, split: str, scored: Scored, upgrade: Upgrade | None) -> Finding:
+    """Compare a score with the one on record."""
     recorded = subject.trial.guard_score if split == GUARD else subject.trial.score
     assert recorded is not None
     same = abs(scored.score - recorded) <= TOLERANCE

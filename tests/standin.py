@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 CHATML = (
     "{% for message in messages %}"
@@ -18,6 +18,7 @@ CHATML_MARKED = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+Kind = Literal["llama", "gpt2", "mamba", "opt"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 384
 
@@ -50,7 +51,7 @@ def make_tokenizer(
 def make_base(
     folder: Path,
     *,
-    kind: Literal["llama", "gpt2"] = "llama",
+    kind: Kind = "llama",
     template: str | None = CHATML,
     pad: str | None = "<|endoftext|>",
     tied: bool = True,
@@ -58,42 +59,32 @@ def make_base(
 ) -> Path:
     """Save a random model of some ten thousand parameters with its tokenizer, as ``save_pretrained`` lays them out."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     make_tokenizer(folder, template=template, pad=pad)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = (
-            LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=VOCABULARY,
-                    hidden_size=32,
-                    intermediate_size=64,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    num_key_value_heads=2,
-                    max_position_embeddings=512,
-                    tie_word_embeddings=tied,
-                    bos_token_id=0,
-                    eos_token_id=2,
-                )
-            )
-            if kind == "llama"
-            else GPT2LMHeadModel(
-                GPT2Config(
-                    vocab_size=VOCABULARY,
-                    n_embd=32,
-                    n_layer=2,
-                    n_head=4,
-                    n_positions=512,
-                    tie_word_embeddings=tied,
-                    bos_token_id=0,
-                    eos_token_id=2,
-                )
-            )
-        )
+        model = _model(kind, tied=tied)
         model.save_pretrained(folder)
     return folder
+
+
+def _model(kind: Kind, *, tied: bool) -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, OPTConfig
+
+    common = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 2}
+    shape = common | {"hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 512}
+    config: Any
+    match kind:
+        case "llama":
+            config = LlamaConfig(**shape, **heads, intermediate_size=64, num_key_value_heads=2)
+        case "gpt2":
+            config = GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=512)
+        case "mamba":
+            config = MambaConfig(**shape, state_size=8)
+        case "opt":
+            config = OPTConfig(**shape, **heads, ffn_dim=64, word_embed_proj_dim=32)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def make_gguf(base: Path, path: Path) -> Path:

@@ -63,7 +63,8 @@ class TrainJob(Record):
 class ScoreJob(Record):
     """Score saved weights on one split. The model is rebuilt from the config; only tensors are read from the folder.
 
-    Preference pairs are scored against the base model, which the same child scores first.
+    Preference pairs are scored against the base model, which the same child scores first. A guard set is scored in the
+    same child, because loading a base model twice can take longer than scoring it.
     """
 
     kind: Literal["score"] = "score"
@@ -74,6 +75,8 @@ class ScoreJob(Record):
     weights: Path | None
     """Folder of ``model.safetensors`` or ``adapter_model.safetensors``; None: the untrained base model itself."""
     split: Path
+    guard: Path | None = None
+    """Another split, of plain text whatever the task, that the same weights are scored on."""
     tokenizer: Path
     evaluation: EvalSettings
     device: str

@@ -235,8 +235,8 @@ def _confine(order: Order) -> None:
         readable, writable = [job.split, job.tokenizer, *base, job.weights], [job.folder]
         private = [job.split, job.weights, job.folder]
     else:
-        weights = [] if job.weights is None else [job.weights]
-        readable, writable, private = [job.split, job.tokenizer, *base, *weights], [], [job.split, *weights]
+        private = [path for path in (job.split, job.guard, job.weights) if path is not None]
+        readable, writable = [*private, job.tokenizer, *base], []
     sandbox.require_private(private, system)
     os.chdir(writable[0] if writable else "/")
     sys.dont_write_bytecode = True

@@ -22,41 +22,54 @@ from harness.sizes import BaseFacts
 
 
 def score(job: ScoreJob) -> Scored | Failed:
-    """Score the weights on the split; what is no prediction, or not the config's model, is ``invalid``."""
+    """Score the weights on the splits; what is no prediction, or not the config's model, is ``invalid``."""
     began = time.perf_counter()
     device = devices.prepare(job.device, job.threads, repeatable=True)
     split = EncodedSplit.load(job.split)
     try:
-        reference, result = _score(job, split, device)
+        reference, model = _models(job, split, device)
+        if job.weights is None and reference is not None:
+            found = reference
+        else:
+            found = measure(model, split, job.evaluation, device)
+        result = _scored(found, reference, job, began)
+        if job.guard is None:
+            return result
+        began = time.perf_counter()
+        beside = measure(model, EncodedSplit.load(job.guard), job.evaluation, device)
+        return result.model_copy(update={"guard": _scored(beside, None, job, began)})
     except (EvaluationRefused, WeightsRefused, ConfigRefused) as error:
         return Failed(state=state_of(error), error_class=type(error).__name__, error_text=str(error))
-    found = None if reference is None else preferred(result, reference, job.evaluation)
+
+
+def _scored(found: Score, reference: Score | None, job: ScoreJob, began: float) -> Scored:
+    """Return a split's score; against ``reference`` where it is one of preferences."""
+    pairs = None if reference is None else preferred(found, reference, job.evaluation)
     return Scored(
-        nats=result.nats if found is None else found.nats,
-        bytes=result.bytes,
-        tokens=result.tokens,
-        document_nats=tuple(result.document_nats.tolist()) if found is None else found.pair_nats,
+        nats=found.nats if pairs is None else pairs.nats,
+        bytes=found.bytes,
+        tokens=found.tokens,
+        document_nats=tuple(found.document_nats.tolist()) if pairs is None else pairs.pair_nats,
         score_seconds=time.perf_counter() - began,
-        pairs=None if found is None else found.pairs,
-        right_pairs=None if found is None else found.right_pairs,
+        pairs=None if pairs is None else pairs.pairs,
+        right_pairs=None if pairs is None else pairs.right_pairs,
     )
 
 
-def _score(job: ScoreJob, split: EncodedSplit, device: torch.device) -> tuple[Score | None, Score]:
-    """Return the scores of the base, where preferences are scored, and of the weights."""
+def _models(job: ScoreJob, split: EncodedSplit, device: torch.device) -> tuple[Score | None, torch.nn.Module]:
+    """Return the base's score, where preferences are scored, and the model that is to be scored."""
     dtype = DTYPES[job.evaluation.precision]
     if job.base is None:
         assert job.weights is not None
         fresh = load_weights(job.config, job.weights, split.vocabulary, split.separator)
-        return None, measure(fresh.to(device, dtype), split, job.evaluation, device)  # type: ignore[arg-type]
+        return None, fresh.to(device, dtype)  # type: ignore[arg-type]  # the stub of `to` knows fewer overloads than the method
     model = load_base(job.base, job.config, device, dtype)
     freeze(model)
-    if job.weights is None:
-        untouched = measure(model, split, job.evaluation, device)
-        return (untouched if job.task == "dpo" else None), untouched
     reference = measure(model, split, job.evaluation, device) if job.task == "dpo" else None
+    if job.weights is None:
+        return reference, model
     if job.config.method == "full":
         fill(model, job.weights)
-        return reference, measure(model, split, job.evaluation, device)
+        return reference, model
     adapted = adapters.load(model, job.config, BaseFacts.read(job.base), job.base, job.weights)
-    return reference, measure(adapters.held_in(adapted, dtype, device), split, job.evaluation, device)
+    return reference, adapters.held_in(adapted, dtype, device)

@@ -20,6 +20,7 @@ from harness.jobs.feed import Feed
 from harness.jobs.job import TrainJob
 from harness.jobs.model import DTYPES, build_model, fill, freeze, load_base, save_full, without_dropout
 from harness.jobs.optimizers import averaged, make_optimizer
+from harness.jobs.packing import refuse_unless_kept_apart
 from harness.jobs.probe import Probe
 from harness.jobs.schedule import rate_factor
 from harness.jobs.trainers import FrozenTrainer
@@ -85,6 +86,14 @@ class Training:
         torch.manual_seed(job.seed)
         self.adapted: Adapted | None = None
         self.model = self._base() if job.base is not None else self._fresh(split)
+        if job.task == "sft" and packs(job.config):  # packed text is one stream, whose documents do see each other
+            refuse_unless_kept_apart(
+                self.model,
+                rows=job.config.batch.per_device,
+                vocabulary=split.vocabulary,
+                separator=split.separator,
+                device=device,
+            )
         self.reference = self._reference()
         self.probe = self._probe() if job.probe_points else None
         self.optimizer = make_optimizer(job.config, self.model, device)

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -128,7 +127,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function from kind and tying to a prepared base model."""
     root = tmp_path_factory.mktemp("bases")
 
-    def find(kind: Literal["llama", "gpt2"] = "llama", tied: bool = True) -> Path:
+    def find(kind: standin.Kind = "llama", tied: bool = True) -> Path:
         folder = root / f"{kind}-{tied}"
         if not folder.exists():
             standin.prepare(standin.make_base(folder, kind=kind, tied=tied))

@@ -120,12 +120,17 @@ def test_walk_of_a_base_model(
     job = tune(task, method, {"quantization": quantization, "optim.learning_rate": 2e-2}, budget="2000tok")
     log = job.folder.with_suffix(".log")
     trained(launcher, job)
+    guard = {"guard": job.probe}
     before, after = (
-        launcher.run(score_of(job, untouched=untouched), log=log, deadline_seconds=300) for untouched in (True, False)
+        launcher.run(score_of(job, untouched=untouched).model_copy(update=guard), log=log, deadline_seconds=300)
+        for untouched in (True, False)
     )
     assert isinstance(before, Scored), log.read_text()
     assert isinstance(after, Scored), log.read_text()
     assert after.nats != before.nats
+    assert before.guard is not None
+    assert after.guard is not None
+    assert after.guard.nats != before.guard.nats
     if method == "lora":
         result = launcher.run(merge_of(job, tmp_path / "merged"), log=log, deadline_seconds=300)
         assert isinstance(result, Merged), log.read_text()

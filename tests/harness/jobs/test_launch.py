@@ -13,9 +13,9 @@ import pytest
 
 from harness.errors import CannotStart
 from harness.jobs import sandbox
-from harness.jobs.job import TrainJob
+from harness.jobs.job import ScoreJob, TrainJob
 from harness.launch import Launcher
-from harness.records import CurvePoint, Failed, Trained, TrialState
+from harness.records import CurvePoint, Failed, Scored, Trained, TrialState
 from harness.warm import environment, sweep
 
 pytestmark = pytest.mark.process
@@ -124,6 +124,19 @@ def test_bad_endings(
     assert text in result.error_text
 
 
+def test_a_score_without_the_guard_set_that_was_asked_for_is_none(
+    launcher: Launcher, score_job: ScoreJob, tmp_path: Path
+) -> None:
+    """What the order names has to be in the answer, and nothing else."""
+    score_job.weights.mkdir(parents=True)  # type: ignore[union-attr]
+    found = launcher.run(score_job, log=tmp_path / "log", deadline_seconds=60)
+    assert isinstance(found, Scored)
+    guarded = score_job.model_copy(update={"guard": score_job.split})
+    result = launcher.run(guarded, log=tmp_path / "log", deadline_seconds=60)
+    assert isinstance(result, Failed)
+    assert result.error_class == "NoResult"
+
+
 def test_log_holds_the_trace(launcher: Launcher, train_job: TrainJob, tmp_path: Path) -> None:
     """A crash leaves its whole trace in the log, after what was there before."""
     log = tmp_path / "log"
@@ -177,7 +190,7 @@ def test_cannot_start(mark: str, tmp_path: Path) -> None:
 DRIVER = """
 import os, sys
 from pathlib import Path
-from harness.jobs.job import TrainJob
+from harness.jobs.job import ScoreJob, TrainJob
 from harness.launch import Launcher
 job, mark, *command = sys.argv[1:]
 job = TrainJob.model_validate_json(job)

@@ -116,6 +116,29 @@ def test_training_is_repeatable_and_better_than_nothing(
         assert points[-1].probe_score < 1.0
 
 
+@pytest.mark.parametrize("untouched", [True, False])
+@pytest.mark.parametrize(("task", "method", "quantization"), [*ALL[3:8:2], ("dpo", "full", "none")])
+def test_both_sets_are_scored_in_one_go(
+    tune: Tune, material: Path, task: str, method: str, quantization: str, untouched: bool
+) -> None:
+    """The guard set is plain text whatever the task; each set gets the score that it gets alone."""
+    job = tune(task, method, {"quantization": quantization, "optim.learning_rate": 1e-2}, budget="400tok")
+    if not untouched:
+        done(job)
+    order, guard = score_of(job, untouched=untouched), material / "continue" / "val"
+    both = score(order.model_copy(update={"guard": guard}))
+    alone = score(order)
+    text = score(order.model_copy(update={"split": guard, "task": "continue"}))
+    assert isinstance(both, Scored)
+    assert isinstance(alone, Scored)
+    assert isinstance(text, Scored)
+    assert both.guard is not None
+    assert alone.guard is None
+    assert both.document_nats == alone.document_nats
+    assert both.guard.document_nats == text.document_nats
+    assert (both.pairs, both.guard.pairs) == (alone.pairs, None)
+
+
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 

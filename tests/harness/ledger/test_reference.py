@@ -25,7 +25,8 @@ def untrained(night: Night, score: float, guard: float | None = None) -> Ending:
     ending = night.ending(score)
     assert ending.scored is not None
     told = None if guard is None else night.ending(guard).scored
-    return Ending.of_scored(trained=None, scored=ending.scored, checkpoint_digest=None, guard=told)
+    scored = ending.scored.model_copy(update={"guard": told})
+    return Ending.of_scored(trained=None, scored=scored, checkpoint_digest=None)
 
 
 def test_the_reference_counts_for_nothing(night: Night) -> None:

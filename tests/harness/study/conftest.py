@@ -88,14 +88,13 @@ class MadeUpLauncher:
 
     def score(self, job: ScoreJob) -> Scored:
         """Read back what was written down, or tell the base model's."""
-        if job.split.name == GUARD:
-            assert job.task == "continue"
-            score = GUARD_OF_BASE if job.weights is None else float((job.weights / "guard.txt").read_text())
-        else:
-            score = self.untouched if job.weights is None else weights_of(job.weights)
-        if job.task == "dpo":
-            return scored_pairs(score - 2)
-        return scored(score, 1 if job.base is None else PAIRS)
+        score = self.untouched if job.weights is None else weights_of(job.weights)
+        found = scored_pairs(score - 2) if job.task == "dpo" else scored(score, 1 if job.base is None else PAIRS)
+        if job.guard is None:
+            return found
+        assert job.guard.name == GUARD
+        beside = GUARD_OF_BASE if job.weights is None else float((job.weights / "guard.txt").read_text())
+        return found.model_copy(update={"guard": scored(beside, PAIRS)})
 
 
 GUARD_OF_BASE = 4.0

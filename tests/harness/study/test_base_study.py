@@ -57,7 +57,7 @@ def drive(base_study: Callable[..., Study], launcher: Any) -> Callable[..., Driv
 
 
 def guard_jobs(night: Drive) -> list[ScoreJob]:
-    return [job for job in night.launcher.orders if isinstance(job, ScoreJob) and job.split.name == GUARD]
+    return [job for job in night.launcher.orders if isinstance(job, ScoreJob) and job.guard is not None]
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -244,8 +244,8 @@ def test_what_forgets_too_much_is_not_kept_after_its_first_run(drive: Callable[.
     assert better.verdict is not None
     assert better.verdict.decision is Decision.KEPT
     scored = [job for job in night.launcher.orders if isinstance(job, ScoreJob)]
-    assert 2 * len(guard_jobs(night)) == len(scored)
-    assert {job.task for job in guard_jobs(night)} == {"continue"}
+    assert guard_jobs(night) == scored  # one child for both sets: it loads the base once
+    assert {(job.split.name, job.guard and job.guard.name) for job in scored} == {("val", GUARD)}
 
 
 def noisy(limit: float) -> Callable[[TrialConfig, int], float]:
@@ -336,7 +336,7 @@ def test_a_baseline_that_breaks_the_guard_is_said_at_the_start(drive: Callable[.
 
 
 def test_a_study_without_a_guard_set_scores_none(drive: Callable[..., Drive]) -> None:
-    """No second job, no column."""
+    """No second set, no column."""
     night = drive(FORGETFUL, guard=False)
     night.run()
     assert guard_jobs(night) == []
@@ -353,7 +353,7 @@ def test_a_guard_set_that_cannot_be_scored_fails_the_trial(drive: Callable[..., 
     night = drive(BETTER)
 
     def spoil(job: Job) -> Failed | None:
-        is_guard = isinstance(job, ScoreJob) and job.split.name == GUARD
+        is_guard = isinstance(job, ScoreJob) and job.guard is not None
         return CRASHED if is_guard and job.config.optim.learning_rate == 3e-3 else None
 
     night.launcher.spoil = spoil
@@ -374,7 +374,7 @@ def test_preferences_are_scored_in_bits_per_pair(
     night = drive(BETTER, task="dpo")
     night.run()
     place = str(night.paths.root)
-    assert {job.task for job in night.launcher.orders} == {"dpo", "continue"}
+    assert {job.task for job in night.launcher.orders} == {"dpo"}
     with Reader(night.paths.ledger) as reader:
         reference = reader.reference()
         assert reference is not None
