@@ -203,12 +203,8 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
     counted = moment.counted()
     noise = pool_noise([list(scores.values()) for scores in counted.values()])
     rivals = counted.get(moment.incumbent)
-    if (
-        noise is None
-        or not rivals
-        or not moment.is_guarded
-        or (moment.continues and proposal["parent"] != moment.start)
-    ):
+    strays = moment.continues and proposal["parent"] != moment.start
+    if noise is None or not rivals or not moment.is_guarded or strays:
         return "undecidable"
     trials = [trial_value(row, configs, ()) for row in moment.trials]
     past = Past(

@@ -61,9 +61,9 @@ class FinalRunner:
         """Run to a closed row, scored or not. ``node`` is whose trial it is.
 
         It goes on from the checkpoint of the node ``start``; None: from the base, or a fresh model. With nodes
-        ``before`` it is a schedule instead: their configs are trained first, beginning with the base, each with an equal
-        share of the budget. A trial that is not scored leaves its folder as it is: to go on from, or to look for the
-        reason.
+        ``before`` it is a schedule instead: their configs are trained first, beginning with the base, each with an
+        equal share of the budget. A trial that is not scored leaves its folder as it is: to go on from, or to look for
+        the reason.
         """
         self.check_tool()
         seed = self.study.seed_of(replicate, start)

@@ -256,8 +256,8 @@ def _starts(connection: sqlite3.Connection) -> Iterator[str]:
             " JOIN lineage before ON before.position = l.position - 1 WHERE l.parent IS NOT before.node"
         ):
             yield (
-                f"node {row['node']} has the parent {row['parent']}, but trials continue from the newest node, which was"
-                f" {row['newest']}"
+                f"node {row['node']} has the parent {row['parent']}, but trials continue from the newest node, which"
+                f" was {row['newest']}"
             )
 
 

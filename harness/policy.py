@@ -49,7 +49,7 @@ OF_THE_STUDY = frozenset({"seed", "budget", "eval", "evaluation", "data", "task"
 ALPHAS = frozenset({"adapter.alpha", "adapter.alpha_ratio"})
 
 
-BASE, PARENT = "base", "parent"
+PARENT = "parent"
 WHAT_WEIGHTS_ARE = (
     "method",
     "quantization",
@@ -96,7 +96,7 @@ class Policy(Section):
     """What the search may turn, by dotted name."""
     fixed: dict[str, Value] = Field(default_factory=dict)
     """Hyperparameters that every trial shares."""
-    start_from: Literal["base", "parent"] = BASE
+    start_from: Literal["base", "parent"] = "base"
     """What a trial's training starts from: the base model (or a fresh one), or its parent's checkpoint. Then every kept
     change is one more budget of training, with a schedule that anneals within it, and the lineage is a schedule of
     configs (as in population based training: Jaderberg et al., arXiv 1711.09846)."""

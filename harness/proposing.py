@@ -46,8 +46,8 @@ class Wish:
 def not_continued(node: int, incumbent: int) -> str:
     """Say why a proposal cannot start from any node but the incumbent where trials continue from their parent."""
     return (
-        f"trials go on from their parent's checkpoint, and node {node} is not the incumbent (node {incumbent}): it has had"
-        " less training, so what goes on from it cannot be compared with what goes on from the incumbent"
+        f"trials go on from their parent's checkpoint, and node {node} is not the incumbent (node {incumbent}): it has"
+        " had less training, so what goes on from it cannot be compared with what goes on from the incumbent"
     )
 
 

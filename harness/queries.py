@@ -235,13 +235,14 @@ class Reader:
     def known_configs(self) -> dict[str, int]:
         """Return the digest of every config that a search started, with its proposal's number (0: the baseline's).
 
-        Where trials continue from their parent: that it started from the incumbent's checkpoint, its own config included.
+        Where trials continue from their parent: that it started from the incumbent's checkpoint, and its own config.
         """
         if self.continues():
             start = "(SELECT node FROM lineage ORDER BY position DESC LIMIT 1)"
             rows = self._rows(
                 f"SELECT config_digest, coalesce(proposal, ?) AS owner FROM trials WHERE {SEARCHED} AND start = {start}"
-                f" UNION SELECT config_digest, number FROM proposals WHERE config_digest IS NOT NULL AND parent = {start}"
+                " UNION SELECT config_digest, number FROM proposals"
+                f" WHERE config_digest IS NOT NULL AND parent = {start}"
                 f" UNION SELECT config_digest, node FROM lineage WHERE node = {start} ORDER BY owner DESC",
                 BASELINE,
             )

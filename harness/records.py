@@ -110,8 +110,8 @@ class Role(StrEnum):
     REPLICATE = "replicate"
     """A proposal's or the incumbent's config with another seed, to confirm."""
     CONTROL = "control"
-    """The incumbent again, to tell drift of the machine from a worse config; or, where trials continue from their parent,
-    its config continued from its own checkpoint, to compare candidates with."""
+    """The incumbent again, to tell drift of the machine from a worse config; or, where trials continue from their
+    parent, its config continued from its own checkpoint, to compare candidates with."""
     CANARY = "canary"
     """The baseline again after failures in a row: is it the configs or the machine?"""
     REPAIR = "repair"
@@ -451,7 +451,8 @@ class Past:
     """Resolved config; None if it never became one."""
     verdict: Verdict | None
     trials: tuple[Trial, ...]
-    """Those of the search that judged it: neither what a replay ran of it, nor its config continued once it was kept."""
+    """Those of the search that judged it: neither what a replay ran of it, nor its config continued from its own
+    checkpoint after it was kept."""
     start: int | None = None
     """Lineage node whose checkpoint its trials go on from: its parent, where trials continue from that; else None."""
 

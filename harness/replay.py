@@ -4,9 +4,9 @@ First `reproduce`: the incumbent's config with a seed that the search never used
 land within the noise. On request `ablate`: the same with every kept step taken out in turn. Then `full_run`: the
 baseline and the incumbent trained under a larger budget of the owner's.
 Where trials go on from their parent's checkpoint, the incumbent is the end of a schedule. It is reproduced from its
-parent's checkpoint, and its full run is the whole schedule under the budget (`harness.segments`). The baseline beside it
-is trained in one piece, annealing once, because that is what its owner would do with the budget: a schedule of restarts
-that does not beat it is worth nothing. How much of a difference is due to the restarts, this comparison does not say.
+parent's checkpoint, and its full run is the whole schedule under the budget (`harness.segments`). The baseline beside
+it is trained in one piece, annealing once, because that is what its owner would do with the budget: a schedule of
+restarts that does not beat it is worth nothing. How much of a difference is the restarts' doing, it does not say.
 Schedules are functions of budget progress, so they are derived anew and not stretched. Both are scored on val and,
 once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The untouched base
 model looks once per study: it does not change with the budget. An adapter can be merged into its base on request, which
@@ -166,8 +166,8 @@ class Replay:
         if self.study.policy.continues:
             raise WrongUse(
                 "no step can be taken out: trials of this study go on from their parent's checkpoint, so a step is a"
-                " budget of training as well as a change, and every later one was trained on top of it; without --ablate"
-                " the schedule is replayed whole"
+                " budget of training as well as a change, and every later one was trained on top of it; without"
+                " --ablate the schedule is replayed whole"
             )
 
     def ablate(self) -> tuple[Step, ...]:
