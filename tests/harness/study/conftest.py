@@ -40,8 +40,8 @@ POINT = CurvePoint(progress=1, seconds=2, step=10, train_loss=4, probe_score=2.5
 class MadeUpLauncher:
     """Trains by writing down a score and scores by reading it back: lower with a higher learning rate.
 
-    A base model scores what a learning rate of 0 would give, one bit per pair where preferences are scored. What goes on
-    from other weights falls as much once more.
+    A base model scores what a learning rate of 0 would give, one bit per pair where preferences are scored. What goes
+    on from other weights falls as much once more.
     """
 
     orders: list[Job] = field(default_factory=list)
