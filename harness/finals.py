@@ -118,9 +118,8 @@ class FinalRunner:
     ) -> Ending:
         """Train the segments that are not done yet, then score what the last one leaves."""
         count = len(segments)
-        done = finished(segments) if count > 1 else []
+        done = finished(segments)
         curve = [within(point, done[:at], count) for at, each in enumerate(done) for point in each.points]
-        trained: Trained | Failed | None = None
         for at in range(len(done), count):
             before = segments[at - 1] if at else None
             start = weights if before is None else before.model
@@ -132,12 +131,9 @@ class FinalRunner:
             curve += [within(point, done, count) for point in points]
             if isinstance(trained, Failed):
                 return Ending.of_failed(_of_segment(trained, at, count)).observed(curve, self._sensed)
-            if count > 1:
-                done.append(finish(segments[at], trained, points, before))
-        if count > 1:
-            trained = together([each.trained for each in done])
-        assert isinstance(trained, Trained)
-        return self._score(segments[-1], paths, trained).observed(curve, self._sensed)
+            done.append(finish(segments[at], trained, points, before))
+        trained_together = together([each.trained for each in done])
+        return self._score(segments[-1], paths, trained_together).observed(curve, self._sensed)
 
     def _train(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_improvement_is_told_only_against_as_much_training(drive: Callable[..., 
 
 TAMPER = {
     "a start that is another node's": "UPDATE trials SET start = 0 WHERE role = 'screen' AND proposal = 2",
-    "a baseline that went on": "UPDATE trials SET start = 0 WHERE id = 2",
+    "a baseline that went on": "UPDATE trials SET start = 1 WHERE id = 2",
     "a control from the base": "UPDATE trials SET start = NULL WHERE role = 'control' AND proposal = 1 AND id > 8",
 }
 
@@ -210,10 +211,15 @@ def test_a_start_that_the_walk_would_not_have_used_is_found(drive: Callable[...,
     """The rows alone say where each trial must have started."""
     night = drive(BETTER, WORSE)
     night.run()
-    with contextlib.closing(__import__("sqlite3").connect(night.paths.ledger)) as connection:
-        for trigger in ("trials_closed_once", "trials_keep_start"):
-            connection.execute(f"DROP TRIGGER {trigger}")
-        connection.execute(sql)
+    with contextlib.closing(sqlite3.connect(night.paths.ledger)) as connection:
+        names = ("trials_closed_once", "trials_keep_start")
+        asked = "SELECT sql FROM sqlite_master WHERE name = ?"
+        guards = [connection.execute(asked, (name,)).fetchone()[0] for name in names]
+        for name in names:
+            connection.execute(f"DROP TRIGGER {name}")
+        assert connection.execute(sql).rowcount >= 1
+        for guard in guards:
+            connection.execute(guard)
         connection.commit()
     with Reader(night.paths.ledger) as reader:
         found = audit(load(night.paths.root), reader)
@@ -224,7 +230,7 @@ def test_the_rows_of_a_start_cannot_be_changed(drive: Callable[..., Drive]) -> N
     """The database itself refuses it."""
     night = drive()
     night.run(Limits(trials=4))
-    with Ledger.open(night.paths.ledger) as ledger, pytest.raises(Exception, match="closed"):
+    with Ledger.open(night.paths.ledger) as ledger, pytest.raises(Exception, match="never changes"):
         ledger._db.conn.execute("UPDATE trials SET start = NULL WHERE id = 4")
 
 
