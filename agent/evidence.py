@@ -38,7 +38,7 @@ class Effect:
 
 def effects(history: History) -> list[Effect]:
     """Return the effects of all proposals that became a config, in their order."""
-    parents = {standing.node: standing.score for standing in history.lineage}
+    parents = {standing.node: standing.score_to_beat for standing in history.lineage}
     return [_effect(past, past.config, parents) for past in history.past if past.config is not None]
 
 
@@ -55,8 +55,11 @@ def forgetful(history: History) -> dict[str, TrialConfig]:
 def scores(history: History) -> dict[str, list[float]]:
     """Return the scores of each config by its digest, one for every seed; only of the machine's current epoch.
 
-    Those that break the guard are left out: their scores are bought with what the base model could do.
+    Those that break the guard are left out: their scores are bought with what the base model could do. Where trials go
+    on from their parent's checkpoint, see `gains`.
     """
+    if history.continues:
+        return gains(history)
     epoch = max((trial.epoch for trial in trials(history)), default=0)
     found: dict[str, dict[int, float]] = {}
     for trial in trials(history):
@@ -67,6 +70,29 @@ def scores(history: History) -> dict[str, list[float]]:
         found.setdefault(standing.config.digest, {}).update(standing.scores)
     worthless = forgetful(history)
     return {digest: list(values.values()) for digest, values in found.items() if values and digest not in worthless}
+
+
+def gains(history: History) -> dict[str, list[float]]:
+    """Return scores relative to the incumbent's config continued from the same checkpoint, by config digest.
+
+    Where trials go on from their parent's checkpoint, later starts have had more training, so that scores from two
+    starts say nothing about each other; what a config gained over going on unchanged does, as far as what is good early
+    is good late. Of the machine's current epoch.
+    """
+    epoch = max((trial.epoch for trial in trials(history)), default=0)
+    to_beat = {standing.node: standing.score_to_beat for standing in history.lineage}
+    worthless, found = forgetful(history), dict[str, dict[tuple[int, int], float]]()
+    for trial in trials(history):
+        level = None if trial.start is None else to_beat.get(trial.start)
+        if trial.score is not None and level is not None and trial.start is not None and trial.epoch == epoch:
+            found.setdefault(trial.config.digest, {})[trial.start, trial.replicate] = trial.score - level
+    for standing in history.lineage:
+        level = standing.score_to_beat
+        if level is None:
+            continue
+        for replicate, score in standing.to_beat.items():
+            found.setdefault(standing.config.digest, {})[standing.node, replicate] = score - level
+    return {digest: list(values.values()) for digest, values in found.items() if digest not in worthless}
 
 
 def failures(history: History) -> dict[str, tuple[TrialConfig, TrialState]]:

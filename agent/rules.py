@@ -25,7 +25,7 @@ from agent.evidence import Effect, differs_only_in, effects, signals
 from agent.idea import Idea, Situation
 from agent.offline import OfflineProposer
 from agent.prose import Figures
-from agent.space import Space, config_of, from_unit, propose_each, searched, show, tidy, to_unit
+from agent.space import Space, config_of, from_unit, of_this_start, propose_each, searched, show, tidy, to_unit
 from harness.config import Value, flatten
 from harness.records import History, Proposal, TrialState
 
@@ -187,7 +187,7 @@ def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
     points = {base.optim.learning_rate: s.space.base_score}
     pending = False
     for past in s.space.history.past:
-        config = config_of(past, s.space.history, base)
+        config = config_of(past, s.space.history, base) if of_this_start(past, s.space.history) else None
         if config is None or not differs_only_in(config, base, RATE) or config.digest == base.digest:
             continue
         effect = next((e for e in s.past if e.number == past.number), None)
@@ -199,7 +199,7 @@ def _rate_points(s: Situation) -> tuple[dict[float, float], bool]:
             points[config.optim.learning_rate] = math.inf
         else:
             pending |= past.state in ("queued", "running")
-    for standing in s.space.history.lineage:
+    for standing in s.space.history.lineage if not s.space.history.continues else ():
         if standing.score is not None and differs_only_in(standing.config, base, RATE):
             points[standing.config.optim.learning_rate] = standing.score
     return points, pending

@@ -62,14 +62,22 @@ def task(view: View) -> list[str]:
         f"- Each trial trains one config with one seed under a budget of {word(history.budget)}"
         + (f"; {kind}." if kind else "."),
         f"- Device: {one_line(history.device or 'not known', 80)}, memory {size(memory) if memory else 'not known'}.",
-        f"- A proposal turns 1 to {history.max_changes} knobs of its parent: the incumbent, unless it names another"
-        f" node of the lineage. A config needs {history.minimum_steps} optimizer steps. Seed, budget, data and"
-        " evaluation are no knobs; a config that is known already is turned away.",
+        f"- A proposal turns 1 to {history.max_changes} knobs of its parent: the incumbent"
+        + ("." if history.continues else ", unless it names another node of the lineage.")
+        + f" A config needs {history.minimum_steps} optimizer steps. Seed, budget, data and evaluation are no knobs; a"
+        " config that is known already is turned away.",
         "- A proposal runs once. Only if that run is clearly below the incumbent's mean does it run again, on fresh"
         " seeds shared with the incumbent, until the difference is proven, hopeless or the runs are used up.",
     ]
     if history.lengths is not None:
         lines.append(f"- {_rows(history.lengths, pairs=history.metric == 'bits_per_pair')}")
+    if history.continues:
+        lines.append(
+            "- A trial goes on from its parent's checkpoint for one more budget, with a fresh optimizer and a learning"
+            " rate that anneals within it: the lineage is a schedule of configs. What counts is how a config trains on"
+            " from the incumbent's weights, compared with the incumbent's own config trained on from them. The same"
+            " config may be right again later; no other node than the incumbent can be a parent."
+        )
     past = Counter("waiting" if p.state == "queued" else view.outcome(p) for p in history.past)
     ran = Counter(trial.state.value.replace("_", " ") for trial in view.trials)
     spans = [trial.wall_seconds for trial in view.trials if trial.wall_seconds is not None]
@@ -101,9 +109,14 @@ def standing(view: View) -> list[str]:
     if incumbent.node == baseline.node:
         lines.append("- The baseline is still the incumbent: nothing was kept yet.")
     else:
+        gain = "" if history.continues else f"; from the baseline {_gain(view, baseline, incumbent)}"
+        lines.append(f"- Incumbent ({node_name(incumbent.node)}): {_level(view, incumbent)}{gain}.")
+    if history.continues:
+        runs = len(incumbent.to_beat)
+        score = view.figures.score(incumbent.score_to_beat) + view.figures.error(view.error_of_mean(runs))
         lines.append(
-            f"- Incumbent ({node_name(incumbent.node)}): {_level(view, incumbent)};"
-            f" from the baseline {_gain(view, baseline, incumbent)}."
+            f"- To beat, the incumbent's config trained on from its checkpoint: {score} over {runs}"
+            f" run{'' if runs == 1 else 's'}. Scores of other starts cannot be compared with it."
         )
     lines += _guard(view, baseline, incumbent)
     lines.append(f"- The incumbent {_size(view, incumbent)}.")

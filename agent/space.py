@@ -38,6 +38,7 @@ class Space:
     base: TrialConfig
     """The incumbent's config."""
     base_score: float
+    """What a proposal must beat."""
     known: frozenset[str]
     """Digests of every config that was tried, waits or was turned away, as `as_trained` spells it."""
     gauge: Gauge | None = None
@@ -50,7 +51,8 @@ class Space:
         if standing is None or standing.score is None:
             return None
         known = frozenset(as_trained(config, history.lengths).digest for config in _known(history, standing.config))
-        return cls(history, standing.config, standing.score, known, gauge_of(history))
+        to_beat = standing.score if standing.score_to_beat is None else standing.score_to_beat
+        return cls(history, standing.config, to_beat, known, gauge_of(history))
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
@@ -225,8 +227,24 @@ def _bounds(knob: Knob, value: Value) -> tuple[float, float, float]:
     return float(knob.low), float(knob.high), float(value)
 
 
+def of_this_start(past: Past, history: History) -> bool:
+    """Tell whether a proposal's runs began where the next one's will: always, unless trials go on from their parent."""
+    if not history.continues:
+        return True
+    if past.parent is None:  # what an earlier start knew already may be new to this one
+        return past.state not in (ProposalState.DUPLICATE, ProposalState.STALE)
+    return history.incumbent is not None and past.parent == history.incumbent.node
+
+
 def _known(history: History, base: TrialConfig) -> Iterator[TrialConfig]:
     yield base
+    if history.continues:  # the same config from another start is another trial
+        yield from (
+            config
+            for past in history.past
+            if of_this_start(past, history) and (config := config_of(past, history, base)) is not None
+        )
+        return
     for standing in history.lineage:
         yield standing.config
     if history.baseline is not None:

@@ -70,7 +70,7 @@ class View:
         error = None if past.verdict is None else past.verdict.standard_error
         if error is None and self.history.noise is not None:
             nodes = (s for s in self.history.lineage if s.node == past.parent)
-            runs = max(1, sum(len(standing.scores) for standing in nodes))
+            runs = max(1, sum(len(standing.to_beat) for standing in nodes))
             error = self.history.noise.standard_deviation * math.sqrt(1 + 1 / runs)
         return self.figures.difference(effect.change) + self.figures.error(error)
 

@@ -75,8 +75,11 @@ def ablation(
 ) -> tuple[Step, ...] | None:
     """Return every step with what was measured without it; None if nobody took a step of this lineage out.
 
-    ``budget`` is the search's. Paired are trials of one replicate, seal and epoch.
+    ``budget`` is the search's. Paired are trials of one replicate, seal and epoch. Where trials continue from their
+    parent, a step cannot be taken out without the training that came with it.
     """
+    if chain[-1].continued is not None:
+        return None
     finals = [trial for trial in trials if trial.role is Role.FINAL and trial.budget == budget]
     found = steps(chain)
     own = [trial for trial in finals if trial.config == chain[-1].config]

@@ -295,11 +295,18 @@ def _full_budget(arguments: argparse.Namespace, made: Study) -> Budget | None:
 def _refuse_too_few_steps(made: Study, budget: Budget) -> None:
     """Refuse a full run of hardly any steps before anything is run for it."""
     from harness.policy import Refusal
+    from harness.segments import shares
 
     with Reader(made.paths.ledger) as reader:
-        standings = [standing for standing in (reader.baseline(), reader.incumbent()) if standing is not None]
-    for standing in standings:
-        refusal = made.policy.too_few_steps(standing.config, budget, made.vocabulary, made.base, made.lengths)
+        baseline, chain = reader.baseline(), reader.best_lineage()
+    if baseline is None:
+        return
+    segments = chain if made.policy.continues else chain[-1:]
+    if budget.kind == "tokens" and budget.amount < len(segments):
+        raise BadValue(f"the full run is too short: {budget} cannot be shared by {len(segments)} segments")
+    parts = [(baseline.config, budget), *zip((s.config for s in segments), shares(budget, len(segments)), strict=True)]
+    for config, share in parts:
+        refusal = made.policy.too_few_steps(config, share, made.vocabulary, made.base, made.lengths)
         if isinstance(refusal, Refusal):
             raise BadValue(f"the full run is too short, give it a larger budget: {refusal.reason}")
 
@@ -338,6 +345,11 @@ def _full(result: FullRun, unit: str, guard: GuardSet | None) -> list[str]:
 
     best, baseline = result.best, result.baseline
     lines = [f"Full run with {result.budget}, node {result.node} beside the baseline, in {unit}:"]
+    if result.segments > 1:
+        lines.append(
+            f"  (the best in {result.segments} segments along the lineage with an equal share each, the baseline in one"
+            " piece)"
+        )
     named = (("baseline", baseline), ("best", best))
     for name, scores in named if result.base is None else (("base", result.base), *named):
         val = f"{scores.val:.4f}{words.beside(None, scores.val_accuracy)}"

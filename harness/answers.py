@@ -67,7 +67,13 @@ class Status(Answer):
     baseline: Node | None
     best: Node | None
     improvement: float | None
-    """Baseline minus best, rounded to the noise: positive is better."""
+    """Baseline minus best, rounded to the noise: positive is better. Where trials continue: against the baseline
+    continued as long; null where nobody has run that."""
+    start_from: Literal["base", "parent"]
+    """parent: every trial goes on from the checkpoint of the best node, so that only trials of one start compare."""
+    to_beat: float | None
+    """What a candidate is compared with: the best's score or, where trials continue, its config's that went on from its
+    checkpoint; null before it is known. Rounded."""
     noise: float | None
     """Standard deviation of one trial's score between seeds."""
     rounded_to: float | None
@@ -158,6 +164,8 @@ class TrialAnswer(Answer):
     role: str
     state: str
     replicate: int
+    start: int | None
+    """Lineage node whose checkpoint it went on from; null: the base, or a fresh model."""
     config: dict[str, Value]
     score: float | None
     """Rounded to the noise; null if it has none, or while the noise is not known."""

@@ -92,8 +92,8 @@ def _differing(ours: str, theirs: str) -> Iterator[tuple[str | None, str | None]
 
 def _seeds(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
     """Check that every seed is that of its replicate, and that full runs have replicates of their own."""
-    for row in connection.execute("SELECT id, role, seed, replicate FROM trials ORDER BY id"):
-        expected = study.seed_of(row["replicate"])
+    for row in connection.execute("SELECT id, role, seed, replicate, start FROM trials ORDER BY id"):
+        expected = study.seed_of(row["replicate"], row["start"])
         if row["seed"] != expected:
             yield f"trial {row['id']} has the seed {row['seed']}, but replicate {row['replicate']} has {expected}"
         if row["role"] == "final" and row["replicate"] < FULL_RUN_REPLICATE:
@@ -105,12 +105,12 @@ def _seeds(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
 
 def _orders(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
     """Check rows against the order that the driver wrote into the trial's folder; there may be none after a kill."""
-    for row in connection.execute("SELECT id, seed, budget, config_digest AS digest FROM trials ORDER BY id"):
+    for row in connection.execute("SELECT id, seed, budget, start, config_digest AS digest FROM trials ORDER BY id"):
         try:
             order = json.loads(study.paths.trial(row["id"]).config_json.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        for name in ("seed", "budget", "digest"):
+        for name in ("seed", "budget", "start", "digest"):
             if isinstance(order, dict) and name in order and order[name] != row[name]:
                 yield f"trial {row['id']} has the {name} {row[name]!r}, but its folder says {order[name]!r}"
 
@@ -188,17 +188,17 @@ def _scored(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
 def _full_runs(study: Study, connection: sqlite3.Connection) -> Iterator[str]:
     """Check that a full run's model is the one that was scored, and its look at the holdout on record."""
     for row in connection.execute(
-        "SELECT id, budget, config_digest, seal, checkpoint_digest, (SELECT count(*) FROM events"
+        "SELECT id, budget, config_digest, seal, start, checkpoint_digest, (SELECT count(*) FROM events"
         " WHERE kind = 'holdout_score' AND json_extract(data, '$.trial') = trials.id) AS looks"
         " FROM trials WHERE state = 'scored' AND role = 'final' AND replicate = ? ORDER BY id",
         (FULL_RUN_REPLICATE,),
     ):
         other_seal = None if row["seal"] == study.seal.digest else row["seal"]
         for who in ("best", "baseline"):
-            model = study.paths.full_run(who, row["budget"], row["config_digest"], other_seal).model
+            model = study.paths.full_run(who, row["budget"], row["config_digest"], other_seal, row["start"]).model
             if model.exists() and not _is_model(model, row["checkpoint_digest"]):
                 yield f"the model in {model} is not the one that trial {row['id']} scored"
-        paths = study.paths.full_run("best", row["budget"], row["config_digest"], other_seal)
+        paths = study.paths.full_run("best", row["budget"], row["config_digest"], other_seal, row["start"])
         for merged in connection.execute(
             "SELECT json_extract(data, '$.digest') AS digest FROM events WHERE kind = 'merged'"
             " AND json_extract(data, '$.trial') = ? ORDER BY id DESC LIMIT 1",

@@ -32,6 +32,7 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         "",
         f"Task `{study.file.study.task}`, budget `{run.budget}`, trial {best.trial} of the study's ledger. It was",
         f"trained beside the study's baseline under the same budget (trial {baseline.trial}).",
+        *_segments(run),
         "",
         *(["The search kept no change: this is the baseline itself.", ""] if run.node == BASELINE else []),
         *_scores(study, run),
@@ -49,13 +50,27 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
     for standing in chain:
         changes = ", ".join(f"`{name}` = {value}" for name, value in standing.diff.items()) or "the baseline"
         score = f"{standing.score:.4f}" if standing.score is not None else "not scored"
-        lines.append(f"- node {standing.node}: {changes} (mean {score} over {len(standing.scores)} seeds)")
+        after = "" if standing.start is None else f", from the checkpoint of node {standing.start}"
+        lines.append(f"- node {standing.node}: {changes} (mean {score} over {len(standing.scores)} seeds{after})")
         if standing.node in taken_out:
             lines.append(f"  - without it: {words.without(taken_out[standing.node])}")
     lines += ["", "## Config", "", "| knob | value |", "| --- | --- |"]
     lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
     lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", "", *other_tool(reader, best.trial)]
     return "\n".join(lines)
+
+
+def _segments(run: FullRun) -> list[str]:
+    """Return how a schedule was trained; nothing where it was one config in one piece."""
+    if run.segments == 1:
+        return []
+    return [
+        f"It was trained in {run.segments} segments with an equal share of the budget each, one for every node of",
+        "the lineage below, in that order. Each goes on with the weights of the one before it, with a fresh optimizer",
+        "and a learning rate that anneals within the segment. The config below is that of the last one. The baseline",
+        "was trained in one piece, annealing once, as its owner would have: how much of a difference is due to the",
+        "restarts alone, these figures do not say.",
+    ]
 
 
 def _front(study: Study, config: TrialConfig) -> list[str]:

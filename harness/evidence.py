@@ -21,7 +21,7 @@ from scipy import special
 
 from harness.noise import pool_noise
 from harness.records import UNCOUNTED, Guard, JudgeRules, Past, ProposalState, Role, Standing, Verdict
-from harness.rows import Configs, proposal_value, trial_value
+from harness.rows import Configs, Identity, continues, proposal_value, trial_value
 from harness.walk import Repair, Run, failed_replicates, next_step
 
 TOLERANCE = 1e-9
@@ -61,20 +61,33 @@ class Moment:
     budget: str
     max_regression: float | None
     """Bits per byte that the study allows on the guard set; None where it has none."""
+    continues: bool
+    """Whether trials go on from their parent's checkpoint."""
+
+    @property
+    def incumbent(self) -> Identity:
+        """What a candidate is compared with: the incumbent's trials, or its config continued from its checkpoint."""
+        return self.lineage[-1]["config_digest"], self.start
+
+    @property
+    def start(self) -> int | None:
+        """Where candidates start, and what they are compared with."""
+        return int(self.lineage[-1]["node"]) if self.continues else None
 
     @property
     def epoch(self) -> int:
         """The machine's epoch."""
         return max(int(trial["epoch"]) for trial in self.trials)
 
-    def counted(self, column: str = "score") -> dict[str, dict[int, float]]:
-        """Return the scores that count, by config and replicate: the view ``counted_scores`` of that moment."""
-        groups: dict[str, dict[int, float]] = defaultdict(dict)
+    def counted(self, column: str = "score") -> dict[Identity, dict[int, float]]:
+        """Return the scores that count, by config, start and replicate: the view ``counted_scores`` of that moment."""
+        groups: dict[Identity, dict[int, float]] = defaultdict(dict)
         for trial in self.trials:
             counts = trial["state"] == "scored" and trial["role"] not in UNCOUNTED
-            confirms = trial["proposal"] is None or trial["replicate"] > 0
+            selected = trial["proposal"] is not None and trial["start"] != trial["proposal"]
+            confirms = not selected or trial["replicate"] > 0
             if counts and confirms and (trial["epoch"], trial["budget"]) == (self.epoch, self.budget):
-                groups[trial["config_digest"]][trial["replicate"]] = trial[column]
+                groups[trial["config_digest"], trial["start"]][trial["replicate"]] = trial[column]
         return groups
 
     @property
@@ -99,7 +112,7 @@ def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None, max_r
     ``rules`` are those that the study was judged by; None: by another version's, so that only the numbers are checked.
     ``max_regression`` is what the study allows on its guard set, None where it has none.
     """
-    study = connection.execute("SELECT budget FROM study").fetchone()
+    study = connection.execute("SELECT budget, policy FROM study").fetchone()
     if study is None:
         return []  # `harness.invariants` says so
     now = Moment(
@@ -108,6 +121,7 @@ def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None, max_r
         lineage=connection.execute("SELECT * FROM lineage ORDER BY position").fetchall(),
         budget=study["budget"],
         max_regression=max_regression,
+        continues=continues(study["policy"]),
     )
     found = [sentence for node in now.lineage[:1] for sentence in _standing(node, now.trials)]
     for row in connection.execute(
@@ -123,6 +137,7 @@ def _standing(node: sqlite3.Row, trials: Sequence[sqlite3.Row]) -> Iterator[str]
         trial
         for trial in trials
         if (trial["config_digest"], trial["proposal"]) == (node["config_digest"], node["proposal"])
+        and trial["start"] != node["node"]
         and trial["state"] == "scored"
         and trial["role"] not in UNCOUNTED
         and (trial["proposal"] is None or trial["replicate"] > 0)
@@ -146,7 +161,7 @@ def _verdict(row: sqlite3.Row, now: Moment, rules: JudgeRules | None) -> Iterato
         if node["node"] == number:
             yield from _standing(node, moments[0].trials)
     said = Numbers(**{name: row[name] for name in ("difference", "standard_error", "probability", "replicates")})
-    possible = [_numbers(moment, row["config_digest"]) for moment in moments]
+    possible = [_numbers(moment, (row["config_digest"], moment.start)) for moment in moments]
     if said.difference is None:
         possible = [
             Numbers(difference=None, standard_error=None, probability=None, replicates=p.replicates) for p in possible
@@ -176,6 +191,7 @@ def _moments(number: int, now: Moment) -> list[Moment]:
             lineage=[node for node in now.lineage if node["node"] < number],
             budget=now.budget,
             max_regression=now.max_regression,
+            continues=now.continues,
         )
         for last in [walked, *(t["id"] for t in before if t["id"] > walked)]
     ]
@@ -186,7 +202,9 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
     configs, proposal, node = Configs(), moment.proposals[-1], moment.lineage[-1]
     counted = moment.counted()
     noise = pool_noise([list(scores.values()) for scores in counted.values()])
-    if noise is None or not counted.get(node["config_digest"]) or not moment.is_guarded:
+    rivals = counted.get(moment.incumbent)
+    strays = moment.continues and proposal["parent"] != moment.start
+    if noise is None or not rivals or not moment.is_guarded or strays:
         return "undecidable"
     trials = [trial_value(row, configs, ()) for row in moment.trials]
     past = Past(
@@ -197,23 +215,26 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
         parent=proposal["parent"],
         config=configs.value(proposal["config"]),
         verdict=None,
-        trials=tuple(trial for trial in trials if trial.proposal == number),
+        trials=tuple(trial for trial in trials if trial.proposal == number and trial.start != number),
+        start=moment.start,
     )
     incumbent = Standing(
         node=node["node"],
         parent=node["parent"],
         diff=json.loads(node["diff"]),
         config=configs.value(node["config"]),
-        scores=counted[node["config_digest"]],
+        scores=rivals,
         trial=node["trial"],
+        continued=rivals if moment.continues else None,
     )
     beside = [
         trial
         for trial in trials
-        if (trial.config, trial.epoch, trial.budget) == (incumbent.config, moment.epoch, moment.budget)
+        if (trial.config, trial.start) == (incumbent.config, moment.start)
+        and (trial.epoch, trial.budget) == (moment.epoch, moment.budget)
         and trial.role not in UNCOUNTED
     ]
-    started = [row["config_digest"] for row in (*moment.trials, *moment.proposals, *moment.lineage)]
+    started = [row["config_digest"] for row in _started(moment)]
     step = next_step(
         past,
         incumbent,
@@ -225,6 +246,14 @@ def _step(number: int, moment: Moment, rules: JudgeRules) -> str | Run | Repair:
         guard=moment.guard(),
     )
     return step.decision.value if isinstance(step, Verdict) else step
+
+
+def _started(moment: Moment) -> Iterator[sqlite3.Row]:
+    """Yield the rows whose configs were known then; where trials continue, those from the incumbent's checkpoint."""
+    start = moment.start
+    yield from (trial for trial in moment.trials if start is None or trial["start"] == start)
+    yield from (proposal for proposal in moment.proposals if start is None or proposal["parent"] == start)
+    yield from (node for node in moment.lineage if start is None or node["node"] == start)
 
 
 def _told(number: int, step: str | Run | Repair) -> str:
@@ -240,11 +269,11 @@ def _told(number: int, step: str | Run | Repair) -> str:
             return "is to be repaired first"
 
 
-def _numbers(moment: Moment, candidate: str) -> Numbers:
+def _numbers(moment: Moment, candidate: Identity) -> Numbers:
     """Return what the judge computes at this moment, see `harness.judge`; the candidate's screening left out."""
-    groups = {digest: list(scores.values()) for digest, scores in moment.counted().items()}
-    incumbent = moment.lineage[-1]["config_digest"]
-    ours, theirs, noise = groups.get(candidate, []), groups.get(incumbent, []), pool_noise(groups.values())
+    groups = {identity: list(scores.values()) for identity, scores in moment.counted().items()}
+    ours, theirs = groups.get(candidate, []), groups.get(moment.incumbent, [])
+    noise = pool_noise(groups.values())
     if not ours or not theirs or noise is None:
         return Numbers(difference=None, standard_error=None, probability=None, replicates=len(ours))
     difference = math.fsum(ours) / len(ours) - math.fsum(theirs) / len(theirs)

@@ -35,6 +35,12 @@ def expectations(
     trials = reader.trials()
     lines = [f"Study {study.paths.name}: {study.file.study.task}, budget {study.budget} a trial on {study.device}."]
     lines += _trained(study)
+    if study.policy.continues:
+        lines.append(
+            f"Trials go on from their parent's checkpoint: every kept change is {study.budget} more of training, its"
+            " learning rate annealing within it, and is compared with the incumbent's config continued as long, which"
+            " runs with three seeds first. Replay trains the schedule of the lineage."
+        )
     if trials:
         lines.append(f"Going on after {counted(trials)} trials and {len(reader.past())} proposals.")
     lines += _untouched(study)

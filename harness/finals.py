@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,8 +19,9 @@ from harness.ledger import Ledger
 from harness.orders import score_order, train_order
 from harness.paths import ReplayPaths
 from harness.queries import Reader
-from harness.records import CurvePoint, Failed, Merged, Role, Scored, Trained, Trial, TrialState
+from harness.records import CurvePoint, Failed, Role, Scored, Standing, Trained, Trial, TrialState
 from harness.rows import Ending
+from harness.segments import Done, Segment, finish, finished, lay_out, together, within
 from harness.sensors import NOTHING, Sensors
 from harness.study import Study
 from harness.upgrade import TOOL_CHANGED, Tool, tool_of
@@ -42,6 +44,7 @@ class FinalRunner:
         self.reader = reader
         self.launcher = launcher
         self.view = view
+        self._sensed = NOTHING
 
     def run(
         self,
@@ -52,13 +55,21 @@ class FinalRunner:
         paths: ReplayPaths,
         *,
         resumable: bool,
+        start: int | None = None,
+        before: Sequence[Standing] = (),
     ) -> Trial:
         """Run to a closed row, scored or not. ``node`` is whose trial it is.
 
-        A trial that is not scored leaves its folder as it is: to go on from, or to look for the reason.
+        It goes on from the checkpoint of the node ``start``; None: from the base, or a fresh model. With nodes
+        ``before`` it is a schedule instead: their configs are trained first, beginning with the base, each with an
+        equal share of the budget. A trial that is not scored leaves its folder as it is: to go on from, or to look for
+        the reason.
         """
         self.check_tool()
-        seed = self.study.seed_of(replicate)
+        seed = self.study.seed_of(replicate, start)
+        parts = [(each.config, self.study.seed_of(replicate, each.start)) for each in before] + [(config, seed)]
+        segments = lay_out(parts, budget, paths)
+        weights = None if start is None or before else self._checkpoint(start)
         number = self.ledger.begin(
             proposal=node or None,
             role=Role.FINAL,
@@ -70,11 +81,12 @@ class FinalRunner:
             seal=self.tool.seal,
             device=self.study.device,
             sandbox=self.launcher.sandbox_tier,
+            start=start,
         )
         paths.train.mkdir(parents=True, exist_ok=True)
         self.view.trial_began(self.reader.trial(number))
         try:
-            ending = self._run(config, seed, budget, paths, number, resumable=resumable)
+            ending = self._run(segments, weights, paths, number, resumable=resumable)
         except KeyboardInterrupt:
             stopped = Failed(state=TrialState.INTERRUPTED, error_class="Interrupted", error_text="ended by the owner")
             self.ledger.close_trial(number, Ending.of_failed(stopped))
@@ -94,35 +106,76 @@ class FinalRunner:
         if self.tool.upgrade is not None and self.tool.seal not in booked:
             self.ledger.event(TOOL_CHANGED, str(self.tool.upgrade), self.tool.facts())
 
+    def _checkpoint(self, node: int) -> Path:
+        """Return the folder of a lineage node's checkpoint; `CheckFailed` if it is not what was published."""
+        digest = self.reader.checkpoints()[node]
+        folder = checkpoints.folder_of(self.study.paths, node, digest)
+        checkpoints.check(folder, digest)
+        return folder
+
     def _run(
-        self, config: TrialConfig, seed: int, budget: Budget, paths: ReplayPaths, number: int, *, resumable: bool
+        self, segments: Sequence[Segment], weights: Path | None, paths: ReplayPaths, number: int, *, resumable: bool
     ) -> Ending:
-        """Train and score."""
+        """Train the segments that are not done yet, then score what the last one leaves."""
+        count = len(segments)
+        done = finished(segments)
+        curve = [within(point, done[:at], count) for at, each in enumerate(done) for point in each.points]
+        for at in range(len(done), count):
+            before = segments[at - 1] if at else None
+            start = weights if before is None else before.model
+
+            def shown(point: CurvePoint, so_far: Sequence[Done] = tuple(done)) -> None:
+                self.view.point(number, within(point, so_far, count))
+
+            trained, points = self._train(segments[at], start, paths.log, shown, resumable=resumable)
+            curve += [within(point, done, count) for point in points]
+            if isinstance(trained, Failed):
+                return Ending.of_failed(_of_segment(trained, at, count)).observed(curve, self._sensed)
+            done.append(finish(segments[at], trained, points, before))
+        trained_together = together([each.trained for each in done])
+        return self._score(segments[-1], paths, trained_together).observed(curve, self._sensed)
+
+    def _train(
+        self,
+        segment: Segment,
+        start: Path | None,
+        log: Path,
+        shown: Callable[[CurvePoint], None],
+        *,
+        resumable: bool,
+    ) -> tuple[Trained | Failed, list[CurvePoint]]:
+        """Train one segment, and return its curve with what earlier runs of it had seen."""
         points: list[CurvePoint] = []
-        earlier = _points(paths.curve_jsonl) if resumable else []
-        sensors, sensed = Sensors(self.study.device), NOTHING
+        earlier = _points(segment.curve) if resumable else []
+        sensors = Sensors(self.study.device)
+        self._sensed = NOTHING
+        segment.train.mkdir(parents=True, exist_ok=True)
 
         def on_point(point: CurvePoint) -> None:
-            nonlocal sensed
             points.append(point)
-            with paths.curve_jsonl.open("a", encoding="utf-8") as lines:
+            with segment.curve.open("a", encoding="utf-8") as lines:
                 lines.write(point.model_dump_json() + "\n")
-            self.view.point(number, point)
-            sensed = sensors.read()
+            shown(point)
+            self._sensed = sensors.read()
 
-        job = train_order(self.study, config, seed=seed, budget=budget, folder=paths.train, resumable=resumable)
-        trained = self.launcher.run(job, log=paths.log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
-        resumed_at = points[0].step if points else 0
-        before = {point.step: point for point in earlier if point.step < resumed_at}
-        curve = [*(before[step] for step in sorted(before)), *points]
-        return self._score(config, paths, trained).observed(curve, sensed)
+        job = train_order(
+            self.study,
+            segment.config,
+            seed=segment.seed,
+            budget=segment.budget,
+            folder=segment.train,
+            start=start,
+            resumable=resumable,
+        )
+        trained = self.launcher.run(job, log=log, deadline_seconds=SECONDS_PER_DAY * 30, on_point=on_point)
+        assert isinstance(trained, Trained | Failed)
+        return trained, _joined(earlier, points)
 
-    def _score(self, config: TrialConfig, paths: ReplayPaths, trained: Trained | Scored | Merged | Failed) -> Ending:
-        if isinstance(trained, Failed):
-            return Ending.of_failed(trained)
-        assert isinstance(trained, Trained)
+    def _score(self, segment: Segment, paths: ReplayPaths, trained: Trained) -> Ending:
+        """Score what a segment leaves, under the name of the run's model."""
+        config = segment.config
         shutil.rmtree(paths.model, ignore_errors=True)
-        link_tree(paths.train / "model", paths.model)
+        link_tree(segment.model, paths.model)
         (paths.model / CARD).unlink(missing_ok=True)  # PEFT leaves a template of a card
         digest = checkpoints.digest_of(paths.model)
         scored = self.score(config, paths.model, "val", paths.log, guarded=True)
@@ -139,6 +192,20 @@ class FinalRunner:
         scored = self.launcher.run(job, log=log, deadline_seconds=SECONDS_PER_DAY)
         assert isinstance(scored, Scored | Failed)
         return scored
+
+
+def _joined(earlier: Sequence[CurvePoint], points: Sequence[CurvePoint]) -> list[CurvePoint]:
+    """Return a curve of earlier runs of a job up to where its last one went on, and that one's."""
+    resumed_at = points[0].step if points else 0
+    before = {point.step: point for point in earlier if point.step < resumed_at}
+    return [*(before[step] for step in sorted(before)), *points]
+
+
+def _of_segment(failed: Failed, at: int, count: int) -> Failed:
+    """Say in which segment a schedule failed."""
+    if count == 1:
+        return failed
+    return failed.model_copy(update={"error_text": f"segment {at + 1} of {count}: {failed.error_text}"})
 
 
 def _points(file: Path) -> list[CurvePoint]:

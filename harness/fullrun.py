@@ -82,6 +82,9 @@ class FullRun:
     baseline: FullScores
     model: Path
     """Folder that ``from_pretrained`` loads: the full model, or the adapter."""
+    segments: int = 1
+    """Configs of the lineage that the best was trained with, one after the other; more than one only where trials go on
+    from their parent. The baseline is trained in one piece."""
     base: FullScores | None = None
     """The untouched base model; None where a fresh one is trained."""
     merged: Merge | None = None

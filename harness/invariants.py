@@ -17,7 +17,7 @@ from harness.ablation import without
 from harness.config import Knob, TrialConfig, Value, difference, turned, unflatten
 from harness.errors import OvernightError
 from harness.migrations import migrate
-from harness.rows import unpack
+from harness.rows import continues, unpack
 
 RELATIVE_TOLERANCE = 1e-9
 """Of sums that were computed in the same float64 arithmetic, perhaps in another order."""
@@ -229,6 +229,42 @@ def _finals(connection: sqlite3.Connection) -> Iterator[str]:
             )
 
 
+def _starts(connection: sqlite3.Connection) -> Iterator[str]:
+    """Check that every trial went on from the checkpoint that the policy asks for, and the lineage with it.
+
+    Candidates start from their parent, what they are compared with from the node whose config it is; of a replay,
+    everything starts where the trials of the node itself did.
+    """
+    study = connection.execute("SELECT policy FROM study").fetchone()
+    goes_on = study is not None and continues(study["policy"])
+    for row in connection.execute(
+        "SELECT t.id, t.role, t.start, coalesce(t.proposal, 0) AS owner, p.parent, p.state FROM trials t"
+        " LEFT JOIN proposals p ON p.number = t.proposal ORDER BY t.id"
+    ):
+        own = row["parent"] if goes_on else None
+        allowed = {own} if row["role"] not in ("control", "replicate") or not goes_on else {row["owner"]}
+        if goes_on and row["role"] == "replicate" and row["parent"] is not None:
+            allowed.add(own)
+        if row["start"] not in allowed:
+            yield (
+                f"trial {row['id']} ({row['role']}) went on from {_node(row['start'])}, but it belongs to"
+                f" {' or '.join(_node(start) for start in sorted(allowed, key=lambda start: start or 0))}"
+            )
+    if goes_on:
+        for row in connection.execute(
+            "SELECT l.node, l.parent, before.node AS newest FROM lineage l"
+            " JOIN lineage before ON before.position = l.position - 1 WHERE l.parent IS NOT before.node"
+        ):
+            yield (
+                f"node {row['node']} has the parent {row['parent']}, but trials continue from the newest node, which"
+                f" was {row['newest']}"
+            )
+
+
+def _node(start: int | None) -> str:
+    return "the base" if start is None else f"node {start}"
+
+
 def _without(node: int, nodes: Mapping[int, sqlite3.Row]) -> Iterator[str]:
     """Yield the digest of every later config with the step of ``node`` taken out."""
     for tip in nodes:
@@ -278,6 +314,7 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     _scores,
     _diffs,
     _finals,
+    _starts,
     _sentences("SELECT 'the ledger has ' || count(*) || ' studies instead of one' FROM study HAVING count(*) <> 1"),
     _sentences(
         "SELECT 'trial ' || id || ' ran under another seal than the study''s' FROM trials"
@@ -311,7 +348,8 @@ CHECKS: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
     ),
     _sentences(
         "SELECT 'replicate ' || replicate || ' has ' || count(DISTINCT seed) || ' different seeds: seeds are shared'"
-        " FROM trials WHERE role NOT IN ('reference', 'final') GROUP BY replicate HAVING count(DISTINCT seed) > 1"
+        " FROM trials WHERE role NOT IN ('reference', 'final') GROUP BY replicate, start"
+        " HAVING count(DISTINCT seed) > 1"
     ),
     _sentences(
         "SELECT 'proposal ' || p.number || ' is ' || p.state || iif(v.proposal IS NULL, ' without', ' with')"

@@ -199,20 +199,23 @@ class Ledger:
         seal: str,
         device: str,
         sandbox: str,
+        start: int | None = None,
     ) -> int:
         """Write the row of a trial whose job is about to start, and return its id.
 
         ``proposal`` is the one that owns the config (for a replicate of the incumbent: the incumbent's), None for
-        the baseline's. ``replicate`` names the seed: the same number has the same seed in every config.
+        the baseline's. ``replicate`` names the seed: the same number has the same seed in every config. ``start`` is
+        the lineage node whose checkpoint it goes on from, None for the base itself or a fresh model.
         """
         row = {"proposal": proposal, "role": role.value, "state": "running", "epoch": epoch, "seed": seed}
         row |= {"replicate": replicate, "budget": budget, "seal": seal, "device": device, "sandbox": sandbox}
+        row |= {"start": start}
         return self._insert("trials", row | _config_columns(config) | {"started": self._stamp()})
 
     def close_trial(self, trial: int, ending: Ending) -> None:
         """Close a running trial's row, with its curve and the score of every document, in one change.
 
-        `LedgerBroken`: it is closed already, or the same config, seed, budget and epoch has a score already.
+        `LedgerBroken`: it is closed already, or the same config, start, seed, budget and epoch has a score already.
         """
         with self.atomic():
             for point, value in enumerate(ending.curve):

@@ -60,6 +60,15 @@ def version(connection: sqlite3.Connection) -> int:
 def migrate(connection: sqlite3.Connection) -> int:
     """Apply what is missing, each migration with its record in one transaction; return how many were applied."""
     assert not connection.in_transaction, "migrations bring their own transactions"
+    (enforced,) = connection.execute("PRAGMA foreign_keys").fetchone()
+    connection.execute("PRAGMA foreign_keys = OFF")  # a table that is rebuilt is gone for a moment
+    try:
+        return _apply_missing(connection)
+    finally:
+        connection.execute(f"PRAGMA foreign_keys = {enforced}")
+
+
+def _apply_missing(connection: sqlite3.Connection) -> int:
     before = version(connection)
     for migration in migrations()[before:]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")

@@ -19,14 +19,19 @@ def train_order(
     seed: int,
     budget: Budget,
     folder: Path,
+    start: Path | None = None,
     abort_if: AbortIf | None = None,
     resumable: bool = False,
 ) -> TrainJob:
-    """Return the order to train ``config`` in ``folder``, which is all that the child may write."""
+    """Return the order to train ``config`` in ``folder``, which is all that the child may write.
+
+    ``start`` is a model folder to go on from in the place of the base, or of a fresh model.
+    """
     return TrainJob(
         task=study.file.study.task,
         config=config,
         base=_base(study),
+        start=None if start is None else start.resolve(),
         seed=seed,
         budget=str(budget),
         train=study.paths.split("train").resolve(),

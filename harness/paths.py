@@ -202,10 +202,16 @@ class StudyPaths:
         """Full runs of the best lineage."""
         return self.root / "replay"
 
-    def full_run(self, name: str, budget: str, config_digest: str, other_seal: str | None) -> ReplayPaths:
-        """Files of one full run. ``other_seal`` is that of another tool than the study's: it goes on with nothing."""
+    def full_run(
+        self, name: str, budget: str, config_digest: str, other_seal: str | None, start: int | None = None
+    ) -> ReplayPaths:
+        """Files of one full run. ``other_seal`` is that of another tool than the study's: it goes on with nothing.
+
+        ``start`` is the node before the last config of a schedule; the same config may stand at several places of one.
+        """
+        after = "" if start is None else f"-after-{start}"
         tool = "" if other_seal is None else f"-{other_seal[:12]}"
-        return ReplayPaths(self.replay / f"{budget}-{name}-{config_digest[:12]}{tool}")
+        return ReplayPaths(self.replay / f"{budget}-{name}-{config_digest[:12]}{after}{tool}")
 
     @property
     def report_html(self) -> Path:

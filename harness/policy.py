@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError
 
@@ -49,6 +49,18 @@ OF_THE_STUDY = frozenset({"seed", "budget", "eval", "evaluation", "data", "task"
 ALPHAS = frozenset({"adapter.alpha", "adapter.alpha_ratio"})
 
 
+PARENT = "parent"
+WHAT_WEIGHTS_ARE = (
+    "method",
+    "quantization",
+    *("model.depth", "model.width", "model.heads"),
+    *("adapter.rank", "adapter.alpha", "adapter.alpha_ratio", "adapter.targets", "adapter.rslora", "adapter.dora"),
+    "adapter.initialisation",
+)
+"""Hyperparameters that say which weights there are and what their numbers mean: whoever turns one cannot go on from
+weights that were trained under another value. An initialisation means nothing to what is initialised already."""
+
+
 class ProposalRules(Section):
     """What a single proposal may ask for."""
 
@@ -82,6 +94,10 @@ class Policy(Section):
     """What the search may turn, by dotted name."""
     fixed: dict[str, Value] = Field(default_factory=dict)
     """Hyperparameters that every trial shares."""
+    start_from: Literal["base", "parent"] = "base"
+    """What a trial's training starts from: the base model (or a fresh one), or its parent's checkpoint. Then every kept
+    change is one more budget of training, with a schedule that anneals within it, and the lineage is a schedule of
+    configs (as in population based training: Jaderberg et al., arXiv 1711.09846)."""
     proposals: ProposalRules = ProposalRules()
     judge: JudgeRules = JudgeRules()
     stopping: Stopping = Stopping()
@@ -107,6 +123,7 @@ class Policy(Section):
             policy._check_names()
             policy._check_weights(sources)
             policy._check_bounds()
+            policy._check_start()
             policy.conditions.check()
             policy.baseline({})
             policy.conditions.check_choices()
@@ -194,6 +211,21 @@ class Policy(Section):
                     raise BadInput(f"knob {knob.name}: no config can hold {said}") from error
             if knob.type == "float" and held.model_fields["value"].annotation is int:
                 raise BadInput(f"knob {knob.name} is a whole number: its type is int or choice, not float")
+
+    def _check_start(self) -> None:
+        """Refuse knobs whose turning leaves no weights to go on from, where trials do that."""
+        refused = [name for name in WHAT_WEIGHTS_ARE if name in self.knobs]
+        if self.continues and refused:
+            raise BadInput(
+                f"start_from = {PARENT!r}: {', '.join(refused)} cannot be turned, because a trial goes on with its"
+                f" parent's weights and {'they say' if len(refused) > 1 else 'it says'} what these are: give"
+                f" {'each of them' if len(refused) > 1 else 'it'} a value under [fixed]"
+            )
+
+    @property
+    def continues(self) -> bool:
+        """Whether trials go on from their parent's checkpoint."""
+        return self.start_from == PARENT
 
     def baseline(self, overrides: Mapping[str, Value]) -> TrialConfig:
         """Return the config that the search starts from: the defaults with the owner's values in their place.

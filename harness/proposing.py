@@ -43,6 +43,14 @@ class Wish:
     abort_after: float | None = None
 
 
+def not_continued(node: int, incumbent: int) -> str:
+    """Say why a proposal cannot start from any node but the incumbent where trials continue from their parent."""
+    return (
+        f"trials go on from their parent's checkpoint, and node {node} is not the incumbent (node {incumbent}): it has"
+        " had less training, so what goes on from it cannot be compared with what goes on from the incumbent"
+    )
+
+
 def check(study: Study, wish: Wish) -> Proposal:
     """Return the proposal that a wish amounts to; `WrongUse` says in one sentence why it could not run now."""
     proposal = _proposal(study, wish)
@@ -56,6 +64,8 @@ def check(study: Study, wish: Wish) -> Proposal:
     if proposal.parent is not None and proposal.parent not in nodes:
         kept = ", ".join(map(str, nodes)) or "none yet"
         raise BadInput(f"node {proposal.parent} is not in the lineage (nodes: {kept})")
+    if study.policy.continues and proposal.parent is not None and proposal.parent != next(reversed(nodes)):
+        raise BadInput(not_continued(proposal.parent, next(reversed(nodes))))
     config = _resolve(study, proposal, nodes, best)
     if isinstance(config, Refusal):
         raise BadValue(config.reason)

@@ -42,9 +42,11 @@ from harness.rows import (
     Configs,
     Ended,
     Event,
+    Identity,
     Sensed,
     StudyRow,
     call_value,
+    continues,
     event_value,
     point_value,
     proposal_value,
@@ -57,6 +59,8 @@ from harness.rows import (
 BUSY_SECONDS = 30.0
 SEARCHED = f"role <> '{Role.FINAL.value}'"
 """Which trials are the search's: what a replay runs, perhaps under another budget, decides nothing and is no lesson."""
+OF_CANDIDATES = "start IS NOT proposal"
+"""Of a proposal's trials, those that judged it: not its config continued from its own checkpoint after it was kept."""
 GUARD_EVENT = "guard"
 """Kind of the event that says what the guard set allows."""
 ENDINGS = (
@@ -224,22 +228,40 @@ class Reader:
         """Return the proposals that were started and not decided: after a crash, those to go on with."""
         return self._past("state = ?", ProposalState.RUNNING.value, curves=True)
 
+    def continues(self) -> bool:
+        """Tell whether the study's trials go on from their parent's checkpoint."""
+        return continues(self._rows("SELECT policy FROM study")[0]["policy"])
+
     def known_configs(self) -> dict[str, int]:
-        """Return the digest of every config that a search started, with its proposal's number (0: the baseline's)."""
-        rows = self._rows(
-            f"SELECT config_digest, coalesce(proposal, ?) AS owner FROM trials WHERE {SEARCHED}"
-            " UNION SELECT config_digest, number FROM proposals WHERE config_digest IS NOT NULL"
-            " UNION SELECT config_digest, node FROM lineage ORDER BY owner DESC",
-            BASELINE,
-        )
+        """Return the digest of every config that a search started, with its proposal's number (0: the baseline's).
+
+        Where trials continue from their parent: that it started from the incumbent's checkpoint, and its own config.
+        """
+        if self.continues():
+            start = "(SELECT node FROM lineage ORDER BY position DESC LIMIT 1)"
+            rows = self._rows(
+                f"SELECT config_digest, coalesce(proposal, ?) AS owner FROM trials WHERE {SEARCHED} AND start = {start}"
+                " UNION SELECT config_digest, number FROM proposals"
+                f" WHERE config_digest IS NOT NULL AND parent = {start}"
+                f" UNION SELECT config_digest, node FROM lineage WHERE node = {start} ORDER BY owner DESC",
+                BASELINE,
+            )
+        else:
+            rows = self._rows(
+                f"SELECT config_digest, coalesce(proposal, ?) AS owner FROM trials WHERE {SEARCHED}"
+                " UNION SELECT config_digest, number FROM proposals WHERE config_digest IS NOT NULL"
+                " UNION SELECT config_digest, node FROM lineage ORDER BY owner DESC",
+                BASELINE,
+            )
         return {row["config_digest"]: row["owner"] for row in rows}
 
     def _past(self, where: str, *values: object, curves: bool) -> tuple[Past, ...]:
         with self.snapshot():
             rows = self._rows(f"SELECT * FROM proposals WHERE {where} ORDER BY number", *values)
+            goes_on = self.continues()
             chosen = f"proposal IN (SELECT number FROM proposals WHERE {where})"
             trials: dict[int | None, list[Trial]] = defaultdict(list)
-            for trial in self._trials(f"{chosen} AND {SEARCHED}", *values, curves=curves):
+            for trial in self._trials(f"{chosen} AND {SEARCHED} AND {OF_CANDIDATES}", *values, curves=curves):
                 trials[trial.proposal].append(trial)
             verdicts: dict[int, Verdict] = {
                 row["proposal"]: verdict_value(row)
@@ -255,6 +277,7 @@ class Reader:
                 config=None if row["config"] is None else self._configs.value(row["config"]),
                 verdict=verdicts.get(row["number"]),
                 trials=tuple(trials[row["number"]]),
+                start=row["parent"] if goes_on else None,
             )
             for row in rows
         )
@@ -267,22 +290,26 @@ class Reader:
         Scores are those of the current epoch at the study's budget, without the screening run that selected a node.
         """
         with self.snapshot():
-            scores: dict[str, dict[int, float]] = defaultdict(dict)
-            guards: dict[str, dict[int, float]] = defaultdict(dict)
+            goes_on = self.continues()
+            scores: dict[Identity, dict[int, float]] = defaultdict(dict)
+            guards: dict[Identity, dict[int, float]] = defaultdict(dict)
             for row in self._rows("SELECT * FROM counted_scores ORDER BY replicate"):
-                scores[row["config_digest"]][row["replicate"]] = row["score"]
+                identity = row["config_digest"], row["start"]
+                scores[identity][row["replicate"]] = row["score"]
                 if row["guard_score"] is not None:
-                    guards[row["config_digest"]][row["replicate"]] = row["guard_score"]
-            rows = self._rows("SELECT * FROM lineage ORDER BY position")
+                    guards[identity][row["replicate"]] = row["guard_score"]
+            rows = self._rows("SELECT l.*, t.start FROM lineage l JOIN trials t ON t.id = l.trial ORDER BY l.position")
         return tuple(
             Standing(
                 node=row["node"],
                 parent=row["parent"],
                 diff=json.loads(row["diff"]),
                 config=self._configs.value(row["config"]),
-                scores=scores[row["config_digest"]],
+                scores=scores[row["config_digest"], row["start"]],
                 trial=row["trial"],
-                guard_scores=guards[row["config_digest"]],
+                guard_scores=guards[row["config_digest"], row["start"]],
+                start=row["start"],
+                continued=scores[row["config_digest"], row["node"]] if goes_on else None,
             )
             for row in rows
         )
@@ -335,10 +362,10 @@ class Reader:
         return Guard(reference=reference.guard_score, max_regression=max_regression, noise=noise)
 
     def _noise(self, column: str) -> Noise | None:
-        groups: dict[str, list[float]] = defaultdict(list)
-        for row in self._rows(f"SELECT config_digest, {column} AS score FROM counted_scores ORDER BY trial"):
+        groups: dict[Identity, list[float]] = defaultdict(list)
+        for row in self._rows(f"SELECT config_digest, start, {column} AS score FROM counted_scores ORDER BY trial"):
             if row["score"] is not None:
-                groups[row["config_digest"]].append(row["score"])
+                groups[row["config_digest"], row["start"]].append(row["score"])
         return pool_noise(groups.values())
 
     # --- for proposers and for `verify` ----------------------------------------------------------------------------
@@ -376,6 +403,7 @@ class Reader:
                 device=devices[0]["device"] if devices else study.device,
                 device_memory_bytes=device_memory_bytes,
                 program=program,
+                continues=self.continues(),
                 insights=self.insights(),
                 baseline_trials=self._trials(
                     f"proposal IS NULL AND {SEARCHED} AND role <> ?", Role.REFERENCE.value, curves=True

@@ -110,7 +110,8 @@ class Role(StrEnum):
     REPLICATE = "replicate"
     """A proposal's or the incumbent's config with another seed, to confirm."""
     CONTROL = "control"
-    """The incumbent again, to tell drift of the machine from a worse config."""
+    """The incumbent again, to tell drift of the machine from a worse config; or, where trials continue from their
+    parent, its config continued from its own checkpoint, to compare candidates with."""
     CANARY = "canary"
     """The baseline again after failures in a row: is it the configs or the machine?"""
     REPAIR = "repair"
@@ -261,6 +262,8 @@ class Trial:
     """Counts changes of the machine; only results of one epoch are compared."""
     budget: str
     """Canonical text, e.g. ``300s``."""
+    start: int | None = None
+    """Lineage node whose checkpoint it went on from; None: the base model itself, or a fresh one."""
     score: float | None = None
     """In the study's metric; None unless `state` is ``scored``."""
     perplexity: float | None = None
@@ -400,16 +403,39 @@ class Standing:
     """Trial whose checkpoint stands for it."""
     guard_scores: Mapping[int, float] = field(default_factory=dict)
     """Replicate number to bits per byte on the guard set, of the same trials; empty where the study has none."""
+    start: int | None = None
+    """Node whose checkpoint its trials went on from: its parent, where trials continue from that; else None."""
+    continued: Mapping[int, float] | None = None
+    """Scores of its config that went on from its own checkpoint; None where trials start from the base."""
 
     @property
     def score(self) -> float | None:
         """Mean of the replicates, or None before the first one."""
-        return sum(self.scores.values()) / len(self.scores) if self.scores else None
+        return _mean(self.scores)
+
+    @property
+    def to_beat(self) -> Mapping[int, float]:
+        """Replicate number to score of what its children are compared with: as much training as they have had."""
+        return self.scores if self.continued is None else self.continued
+
+    @property
+    def score_to_beat(self) -> float | None:
+        """Mean of `to_beat`, or None before the first one."""
+        return _mean(self.to_beat)
+
+    @property
+    def children_start(self) -> int | None:
+        """Where trials that are compared with it start: from its checkpoint, or, None, from the base."""
+        return None if self.continued is None else self.node
 
     @property
     def guard_score(self) -> float | None:
         """Mean of the replicates on the guard set; None where there is none."""
-        return sum(self.guard_scores.values()) / len(self.guard_scores) if self.guard_scores else None
+        return _mean(self.guard_scores)
+
+
+def _mean(scores: Mapping[int, float]) -> float | None:
+    return sum(scores.values()) / len(scores) if scores else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -427,7 +453,10 @@ class Past:
     """Resolved config; None if it never became one."""
     verdict: Verdict | None
     trials: tuple[Trial, ...]
-    """Those of the search; what a replay ran of it is not among them."""
+    """Those of the search that judged it: neither what a replay ran of it, nor its config continued from its own
+    checkpoint after it was kept."""
+    start: int | None = None
+    """Lineage node whose checkpoint its trials go on from: its parent, where trials continue from that; else None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -464,6 +493,9 @@ class History:
     """What the owner tells a model: the text of program.md."""
     smallest_provable: float | None = None
     """About the smallest true improvement that the judge keeps nine times in ten; None before the noise is known."""
+    continues: bool = False
+    """Trials go on from their parent's checkpoint (``start_from = "parent"``): scores from two starts say nothing about
+    each other, a candidate is compared with the incumbent's config continued as long."""
     insights: tuple[str, ...] = field(default=())
     baseline_trials: tuple[Trial, ...] = field(default=())
     """Trials that belong to no proposal (baseline, control, canary), with their curves: what to learn from first."""

@@ -3,6 +3,10 @@
 First `reproduce`: the incumbent's config with a seed that the search never used, at the search's own budget; it must
 land within the noise. On request `ablate`: the same with every kept step taken out in turn. Then `full_run`: the
 baseline and the incumbent trained under a larger budget of the owner's.
+Where trials go on from their parent's checkpoint, the incumbent is the end of a schedule. It is reproduced from its
+parent's checkpoint, and its full run is the whole schedule under the budget (`harness.segments`). The baseline beside
+it is trained in one piece, annealing once, because that is what its owner would do with the budget: a schedule of
+restarts that does not beat it is worth nothing. How much of a difference is the restarts' doing, it does not say.
 Schedules are functions of budget progress, so they are derived anew and not stretched. Both are scored on val and,
 once each, on the holdout that nothing has looked at before; every look is an event of the ledger. The untouched base
 model looks once per study: it does not change with the budget. An adapter can be merged into its base on request, which
@@ -110,7 +114,15 @@ class Replay:
         replicate = max([FULL_RUN_REPLICATE, *(trial.replicate for trial in self.reader.trials())]) + 1
         paths = ReplayPaths(self.study.paths.replay / "reproduce")
         shutil.rmtree(paths.root, ignore_errors=True)
-        trial = self.finals.run(incumbent.config, incumbent.node, self.study.budget, replicate, paths, resumable=False)
+        trial = self.finals.run(
+            incumbent.config,
+            incumbent.node,
+            self.study.budget,
+            replicate,
+            paths,
+            resumable=False,
+            start=incumbent.start,
+        )
         _must_be_scored(trial, paths)
         assert trial.score is not None
         quantile = float(stats.t.ppf((1 + AGREEMENT) / 2, noise.degrees_of_freedom))
@@ -148,6 +160,15 @@ class Replay:
         return found
 
     # --- ablate ---
+
+    def refuse_to_ablate(self) -> None:
+        """Raise `WrongUse` where no step can be taken out alone."""
+        if self.study.policy.continues:
+            raise WrongUse(
+                "no step can be taken out: trials of this study go on from their parent's checkpoint, so a step is a"
+                " budget of training as well as a change, and every later one was trained on top of it; without"
+                " --ablate the schedule is replayed whole"
+            )
 
     def ablate(self) -> tuple[Step, ...]:
         """Run the best config without each step of its lineage, on the seeds of its reproductions.
@@ -216,6 +237,7 @@ class Replay:
             baseline=best if incumbent.node == BASELINE else self._full_scores("baseline", baseline, budget),
             model=paths.model,
             base=self._base_scores(),
+            segments=len(self._before(incumbent)) + 1,
             merged=self._merged(self.reader.trial(best.trial), paths) if merge else None,
         )
         card = model_card(self.study, self.reader, run)
@@ -228,13 +250,32 @@ class Replay:
         if trial is None or not paths.model.exists():
             if trial is not None:
                 raise CheckFailed(f"trial {trial.id} was scored but its model is gone from {paths.model}")
-            self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}.")
-            trial = self.finals.run(standing.config, standing.node, budget, FULL_RUN_REPLICATE, paths, resumable=True)
+            before = self._before(standing)
+            schedule = f" in {len(before) + 1} segments, one for each config of the lineage" if before else ""
+            self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}{schedule}.")
+            trial = self.finals.run(
+                standing.config,
+                standing.node,
+                budget,
+                FULL_RUN_REPLICATE,
+                paths,
+                resumable=True,
+                start=standing.start,
+                before=before,
+            )
             _must_be_scored(trial, paths)
         assert trial.score is not None
         self._check_model(trial, paths)
         shutil.rmtree(paths.train, ignore_errors=True)  # left by a death between closing the row and cleaning up
         return self._with_holdout(trial, paths.model, paths.log)
+
+    def _before(self, standing: Standing) -> tuple[Standing, ...]:
+        """Return the nodes whose configs are trained before a node's own; none where trials start from the base."""
+        if standing.start is None:
+            return ()
+        chain = self.reader.best_lineage()
+        assert chain[-1].node == standing.node
+        return chain[:-1]
 
     def _base_scores(self) -> FullScores | None:
         """Return what the untouched base comes to; None where a fresh model is trained."""
@@ -358,11 +399,11 @@ class Replay:
     def _paths(self, who: Who, standing: Standing, budget: Budget, seal: str | None = None) -> ReplayPaths:
         seal = seal or self.tool.seal
         other_seal = None if seal == self.study.seal.digest else seal
-        return self.study.paths.full_run(who, str(budget), standing.config.digest, other_seal)
+        return self.study.paths.full_run(who, str(budget), standing.config.digest, other_seal, standing.start)
 
     def _finished(self, standing: Standing, budget: Budget) -> Trial | None:
         for trial in self.reader.trials():
-            same = trial.config == standing.config and trial.budget == str(budget)
+            same = (trial.config, trial.start, trial.budget) == (standing.config, standing.start, str(budget))
             if same and is_full_run(trial) and trial.score is not None:
                 return trial
         return None
@@ -399,6 +440,8 @@ def replay(
             runner = Replay(study, tool, ledger, reader, launcher, view)
             if merge:
                 runner.refuse_to_merge()  # before anything is run for it
+            if ablate:
+                runner.refuse_to_ablate()
             if budget is None and not ablate:
                 return Replayed(reproduction=runner.reproduce(), ablation=None, full=None)
             return Replayed(

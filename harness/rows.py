@@ -10,6 +10,7 @@ import json
 import math
 import sqlite3
 import struct
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -30,6 +31,8 @@ from harness.records import (
     Verdict,
 )
 
+Identity = tuple[str, int | None]
+"""What two trials share that differ in nothing but their seed: a config's digest, and the node that it went on from."""
 UNSCORED_ENDINGS = FAILURES | {TrialState.STOPPED, TrialState.INTERRUPTED, TrialState.LOST}
 """States that a `Failed` may carry into the ledger."""
 
@@ -234,6 +237,19 @@ class Configs:
         return self._known[text]
 
 
+def continues(policy: str) -> bool:
+    """Tell from the text of policy.toml whether trials go on from their parent's checkpoint.
+
+    A text that is no TOML asks for nothing; that it is not the study's policy, `overnight verify` says.
+    """
+    if "start_from" not in policy:  # most studies: nothing to parse whenever a row is read
+        return False
+    try:
+        return tomllib.loads(policy).get("start_from") == "parent"
+    except tomllib.TOMLDecodeError:
+        return False
+
+
 def study_value(row: sqlite3.Row) -> StudyRow:
     """Return a row of ``study`` as a value."""
     columns = dict(row)
@@ -270,6 +286,7 @@ PLAIN_COLUMNS = (
         "proposal",
         "seed",
         "replicate",
+        "start",
         "epoch",
         "budget",
         "score",

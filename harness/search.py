@@ -7,6 +7,7 @@ could miss. ``kill -9`` at any line costs at most the running trial.
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from harness.locks import device_lock, driver_lock
 from harness.owner import Ended, Owner, Stopped
 from harness.policy import Refusal
 from harness.proposers import load_proposer
+from harness.proposing import not_continued
 from harness.queries import GUARD_EVENT, Reader
 from harness.records import (
     BASELINE,
@@ -38,10 +40,12 @@ from harness.records import (
     Proposal,
     ProposalState,
     Role,
+    Standing,
     Trial,
     Verdict,
 )
 from harness.recovery import recover
+from harness.report import words
 from harness.report.summary import gather, warnings
 from harness.rows import NewNode
 from harness.study import Study
@@ -175,6 +179,10 @@ class Loop:
             if step is not None:
                 self.baseline_trial(step)
                 continue
+            step = self.continued_step()
+            if step is not None:
+                self.trials.run(step)
+                continue
             past = next(iter(self.reader.running()), None)
             control = self.control_step() if past is None else None
             if control is not None:
@@ -195,7 +203,7 @@ class Loop:
             return Run(role=Role.REFERENCE, config=self.study.baseline, replicate=0, proposal=None)
         self.note_guard()
         trials = self.reader.trials()
-        scores = {trial.replicate for trial in self.trials_of(self.study.baseline) if trial.score is not None}
+        scores = {trial.replicate for trial in self.trials_of(self.study.baseline, None) if trial.score is not None}
         if scores and self.reader.baseline() is None:
             self.seat_baseline()
         for replicate in range(BASELINE_REPLICATES):
@@ -236,20 +244,43 @@ class Loop:
     def seat_baseline(self) -> None:
         """Make the baseline's first replicate the root of the lineage; after a crash as well as right away."""
         first = next(
-            trial for trial in self.trials_of(self.study.baseline, every_epoch=True) if trial.score is not None
+            trial for trial in self.trials_of(self.study.baseline, None, every_epoch=True) if trial.score is not None
         )
         digest = checkpoints.publish(self.study.paths, first.id, BASELINE, expected=first.checkpoint_digest)
         self.ledger.seat_baseline(first.config, first.id, digest)
 
-    def trials_of(self, config: TrialConfig, *, every_epoch: bool = False) -> list[Trial]:
-        """Return the search's trials of a config, in the current epoch or in every one."""
-        wanted, epoch = (config, str(self.study.budget)), self.reader.epoch()
+    def trials_of(self, config: TrialConfig, start: int | None, *, every_epoch: bool = False) -> list[Trial]:
+        """Return the search's trials of a config from one start, in the current epoch or in every one."""
+        wanted, epoch = (config, start, str(self.study.budget)), self.reader.epoch()
         return [
             trial
             for trial in self.reader.trials()
-            if (trial.config, trial.budget) == wanted and trial.role not in UNCOUNTED
+            if (trial.config, trial.start, trial.budget) == wanted and trial.role not in UNCOUNTED
             if every_epoch or trial.epoch == epoch
         ]
+
+    def rivals(self, incumbent: Standing) -> list[Trial]:
+        """Return the trials that candidates are compared with: the incumbent's, or its config continued."""
+        return self.trials_of(incumbent.config, incumbent.children_start)
+
+    def continued_step(self) -> Run | None:
+        """Return the next run of the incumbent's config from its own checkpoint, or None when there are enough.
+
+        Only where trials continue from their parent: a candidate has had one more budget of training than the incumbent
+        whose checkpoint it goes on from, so it is compared with that one's config, continued as long.
+        """
+        incumbent = self.reader.incumbent()
+        assert incumbent is not None
+        if incumbent.continued is None or len(incumbent.continued) >= BASELINE_REPLICATES:
+            return None
+        failed = failed_replicates(self.rivals(incumbent))
+        if len(failed) >= FAILURES_BEFORE_CANARY:
+            raise StoppedEarly(
+                f"{words.node(incumbent.node)}, continued from its own checkpoint, failed on {len(failed)} seeds: there"
+                " is nothing to compare a change with"
+            )
+        replicate = next(number for number in itertools.count() if number not in failed | incumbent.continued.keys())
+        return _control(incumbent, replicate)
 
     def control_step(self) -> Run | None:
         """Return the incumbent's next control, due after every ``control_every`` decided proposals (0: never)."""
@@ -261,8 +292,7 @@ class Loop:
             return None
         incumbent = self.reader.incumbent()
         assert incumbent is not None
-        replicate = max(trial.replicate for trial in self.trials_of(incumbent.config)) + 1
-        return Run(role=Role.CONTROL, config=incumbent.config, replicate=replicate, proposal=incumbent.node or None)
+        return _control(incumbent, max(trial.replicate for trial in self.rivals(incumbent)) + 1)
 
     # --- proposals ---
 
@@ -336,6 +366,9 @@ class Loop:
         if node not in nodes:
             kept = ", ".join(map(str, sorted(nodes)))
             return Rejection(ProposalState.REFUSED, f"parent {node} is not in the lineage (nodes: {kept})")
+        newest = next(reversed(nodes))
+        if self.study.policy.continues and node != newest:
+            return Rejection(ProposalState.STALE, not_continued(node, newest))
         flat = flatten(nodes[node])
         if past.proposal.diff and all(flat.get(name) == value for name, value in past.proposal.diff.items()):
             return Rejection(ProposalState.STALE, f"it changes nothing on its parent, node {node}")
@@ -377,7 +410,7 @@ class Loop:
                 self.rules,
                 epoch=self.reader.epoch(),
                 known=self.reader.known_configs(),
-                incumbent_failed=failed_replicates(self.trials_of(incumbent.config)),
+                incumbent_failed=failed_replicates(self.rivals(incumbent)),
                 guard=self.guard(),
             )
             match step:
@@ -412,7 +445,8 @@ class Loop:
 
     def first_replicate(self, past: Past) -> Trial:
         """Return the candidate's first scored trial after screening: it stands for the config, not the luckiest."""
-        confirmed = [t for t in past.trials if t.config == past.config and t.replicate > 0 and t.score is not None]
+        own = [t for t in past.trials if (t.config, t.start) == (past.config, past.start)]
+        confirmed = [t for t in own if t.replicate > 0 and t.score is not None]
         return min(confirmed, key=lambda trial: trial.replicate)
 
     # --- limits and housekeeping ---
@@ -448,6 +482,16 @@ class Loop:
     def history(self) -> History:
         """Return what a proposer is given."""
         return history_of(self.study, self.reader)
+
+
+def _control(incumbent: Standing, replicate: int) -> Run:
+    return Run(
+        role=Role.CONTROL,
+        config=incumbent.config,
+        replicate=replicate,
+        proposal=incumbent.node or None,
+        start=incumbent.children_start,
+    )
 
 
 def _named(number: int) -> str:

@@ -34,6 +34,8 @@ CHECKPOINT_OVERHEAD_BYTES = 4_000_000
 SLOWEST_FLOPS_PER_SECOND = 2e9
 """No machine that somebody trains on is slower (one thread of the slowest one measured: 4e10); bounds a deadline."""
 LEAST_DEADLINE_SECONDS = 600.0
+SEEDS_OF_A_START = 100_000
+"""More replicates than any config of one start will ever have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +79,13 @@ class Study:
         place = hashlib.sha256(os.fsencode(self.paths.root.resolve())).hexdigest()
         return f"{self.paths.name}-{place[:16]}"
 
-    def seed_of(self, replicate: int) -> int:
-        """Return the seed of a replicate number: the same for every config, so that comparisons are paired."""
-        return self.file.study.seed + replicate
+    def seed_of(self, replicate: int, start: int | None = None) -> int:
+        """Return the seed of a replicate number: the same for every config, so that comparisons are paired.
+
+        What goes on from a lineage node has seeds of its own: with those of the training before, it would be shown the
+        same batches in the same order once more.
+        """
+        return self.file.study.seed + replicate + (0 if start is None else SEEDS_OF_A_START * (start + 1))
 
     def bytes_of(self, config: TrialConfig) -> int:
         """Return what a checkpoint of ``config`` takes on the disk, roughly and never less."""

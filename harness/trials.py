@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from harness import checkpoints
 from harness.config import TrialConfig, flatten
@@ -42,6 +43,7 @@ class TrialRunner:
         self._view = view
         self._sensors = Sensors(study.device)
         self._sensed = NOTHING
+        self._checked: set[int] = set()
 
     def run(self, step: Run, meanwhile: Callable[[], None] = lambda: None) -> Trial:
         """Run one trial to its closed row; raises `Ended` afterwards if the owner asked to stop meanwhile.
@@ -54,7 +56,8 @@ class TrialRunner:
         seal = study.seal.verify(thorough=False)
         if trains:
             checkpoints.make_room(study.paths, self.needed_trials(), 2 * study.bytes_of(step.config))
-        seed = study.seed_of(step.replicate)
+        seed = study.seed_of(step.replicate, step.start)
+        start = None if step.start is None else self._checkpoint(step.start)
         number = self._ledger.begin(
             proposal=step.proposal,
             role=step.role,
@@ -66,10 +69,11 @@ class TrialRunner:
             seal=seal,
             device=study.device,
             sandbox=self._launcher.sandbox_tier,
+            start=step.start,
         )
         paths = study.paths.trial(number)
         (paths.train if trains else paths.root).mkdir(parents=True)
-        _write_order(paths, step.config, seed, budget)
+        _write_order(paths, step.config, seed, budget, step.start)
         self._view.trial_began(self._reader.trial(number))
         points: list[CurvePoint] = []
         self._sensed = NOTHING
@@ -79,7 +83,7 @@ class TrialRunner:
             return self._owner.wants_stop()
 
         if trains:
-            ending = self._train_and_score(step, seed, paths, number, points, should_stop)
+            ending = self._train_and_score(step, start, seed, paths, number, points, should_stop)
         else:
             ending = self._score(step, None, paths, should_stop)
         self._ledger.close_trial(number, ending.observed(points, self._sensed))
@@ -92,16 +96,30 @@ class TrialRunner:
         """Tell whether a trial without a score is final: a failure, or one that vanished too often."""
         if trial.state is not TrialState.LOST:
             return trial.score is None
-        same = [t for t in self._reader.trials() if t.config == trial.config and t.budget == trial.budget]
+        identity = (trial.config, trial.start, trial.budget)
+        same = [t for t in self._reader.trials() if (t.config, t.start, t.budget) == identity]
         return vanished_for_good(same, trial.replicate)
 
     def needed_trials(self) -> set[int]:
         """Return the trials whose weights a running proposal may still publish."""
         return {trial.id for past in self._reader.running() for trial in past.trials}
 
+    def _checkpoint(self, node: int) -> Path:
+        """Return the folder of a lineage node's checkpoint; `CheckFailed` if it is not what was published.
+
+        Hashed once per driver: no job may write there, and `overnight verify` hashes it again.
+        """
+        digest = self._reader.checkpoints()[node]
+        folder = checkpoints.folder_of(self._study.paths, node, digest)
+        if node not in self._checked:
+            checkpoints.check(folder, digest)
+            self._checked.add(node)
+        return folder
+
     def _train_and_score(
         self,
         step: Run,
+        start: Path | None,
         seed: int,
         paths: TrialPaths,
         number: int,
@@ -122,6 +140,7 @@ class TrialRunner:
                 seed=seed,
                 budget=self._study.budget,
                 folder=paths.train,
+                start=start,
                 abort_if=step.abort_if,
             ),
             log=paths.log,
@@ -170,6 +189,6 @@ def _invalid(reason: str) -> Failed:
     return Failed(state=TrialState.INVALID, error_class="BadCheckpoint", error_text=reason)
 
 
-def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: str) -> None:
-    order = {"seed": seed, "budget": budget, "digest": config.digest, "config": flatten(config)}
+def _write_order(paths: TrialPaths, config: TrialConfig, seed: int, budget: str, start: int | None) -> None:
+    order = {"seed": seed, "budget": budget, "start": start, "digest": config.digest, "config": flatten(config)}
     write_whole(paths.config_json, json.dumps(order, indent=2) + "\n")

@@ -42,6 +42,8 @@ class Run:
     replicate: int
     proposal: int | None
     """Whose trial it is; None for the baseline's."""
+    start: int | None = None
+    """Lineage node whose checkpoint it goes on from; None: from the base, or a fresh model."""
     abort_if: AbortIf | None = None
     """The proposal's own condition, of its screening run only: replicates that judge must all run to their end."""
 
@@ -66,13 +68,16 @@ def next_step(
 ) -> Run | Repair | Verdict:
     """Return what a running proposal needs next.
 
-    Only trials of the current ``epoch`` of the machine count. ``known`` holds the digests of all configs of the study;
-    ``incumbent_failed`` the replicates on which the incumbent failed, so that no pair can be made of them. ``guard`` is
-    the limit on the guard set, where the study has one: then every scored trial has a score on it.
+    Only trials of the current ``epoch`` of the machine count. ``known`` holds the digests of all configs of the study
+    (where trials continue from their parent: of those from this start); ``incumbent_failed`` the replicates on which
+    what it is compared with failed, so that no pair can be made of them. ``guard`` is the limit on the guard set, where
+    the study has one: then every scored trial has a score on it.
     """
     config = past.config
     assert config is not None
-    trials = [trial for trial in past.trials if trial.config == config and trial.epoch == epoch]
+    assert past.start == incumbent.children_start, "what is compared has had as much training"
+    identity = (config, past.start, epoch)
+    trials = [trial for trial in past.trials if (trial.config, trial.start, trial.epoch) == identity]
     screens = [trial for trial in trials if trial.replicate == 0]
     repaired = any(trial.role is Role.REPAIR for trial in past.trials)
     screen = next((trial for trial in screens if trial.score is not None), None)
@@ -80,7 +85,14 @@ def next_step(
         failure = _failure(screens)
         if failure is None:
             role = Role.REPAIR if _was_amended(past) else Role.SCREEN
-            return Run(role=role, config=config, replicate=0, proposal=past.number, abort_if=past.proposal.abort_if)
+            return Run(
+                role=role,
+                config=config,
+                replicate=0,
+                proposal=past.number,
+                start=past.start,
+                abort_if=past.proposal.abort_if,
+            )
         if failure.state is TrialState.OUT_OF_MEMORY and not repaired:
             smaller = _half_batch(config)
             if smaller is not None and smaller.digest not in known:
@@ -93,7 +105,7 @@ def next_step(
         screen=screen.score,
         candidate=confirmed,
         candidate_failures=len(failed_replicates(trials) - {0}),
-        incumbent=incumbent.scores,
+        incumbent=incumbent.to_beat,
         noise=noise,
         incumbent_failed=incumbent_failed,
         guard=guard,
@@ -105,13 +117,20 @@ def next_step(
         case Verdict():
             return answer
         case Replicate(of="candidate"):
-            return Run(role=Role.REPLICATE, config=config, replicate=answer.replicate, proposal=past.number)
+            return Run(
+                role=Role.REPLICATE,
+                config=config,
+                replicate=answer.replicate,
+                proposal=past.number,
+                start=past.start,
+            )
         case Replicate():
             return Run(
                 role=Role.REPLICATE,
                 config=incumbent.config,
                 replicate=answer.replicate,
                 proposal=incumbent.node or None,
+                start=incumbent.children_start,
             )
 
 

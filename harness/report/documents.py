@@ -121,6 +121,8 @@ def _step(facts: Facts, standing: Standing, past: Past | None) -> dict[str, Any]
         "score": None if found is None else found.score,
         "standard_error": None if found is None else found.standard_error,
         "replicates": len(standing.scores),
+        "start": standing.start,
+        "score_continued": None if standing.continued is None else standing.score_to_beat,
         "trial": standing.trial,
         "difference": None if verdict is None else verdict.difference,
         "difference_standard_error": None if verdict is None else verdict.standard_error,

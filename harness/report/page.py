@@ -35,7 +35,7 @@ from harness.report.summary import (
     utilization,
     warnings,
 )
-from harness.report.table import WITHOUT_NOTE, guard, guard_score, headline, reference, total_changes
+from harness.report.table import SCHEDULE_NOTE, WITHOUT_NOTE, guard, guard_score, headline, reference, total_changes
 from harness.report.unproven import provable, unproven
 
 REPAINT = """
@@ -65,8 +65,12 @@ def page(facts: Facts, paths: StudyPaths) -> str:
         (
             _header(facts),
             _tiles(facts),
-            _section("What made the difference", _lineage(facts)),
-            _section("The search", _plot("progress", plot.progress(facts).to_json()), PROGRESS_LEAD),
+            _section("What made the difference", _lineage(facts), SCHEDULE_NOTE if facts.continues else ""),
+            _section(
+                "The search",
+                _plot("progress", plot.progress(facts).to_json()),
+                PROGRESS_LEAD + (PROGRESS_OF_SCHEDULE if facts.continues else ""),
+            ),
             _section(
                 "Not proven",
                 _list(unproven(facts)),
@@ -91,6 +95,10 @@ def page(facts: Facts, paths: StudyPaths) -> str:
 PROGRESS_LEAD = (
     "Each mark is one training run. The line is the incumbent's mean, the band is what another seed alone would do to"
     " it. Hollow marks are screening runs: they select, so they never count for a config."
+)
+PROGRESS_OF_SCHEDULE = (
+    " Trials go on from their parent's checkpoint: where the line steps down, a budget of training has come on top, and"
+    " only marks between two steps can be compared."
 )
 GUARD_LEAD = (
     " Guard: bits per byte of the guard set above the untouched base's; what is beyond the limit is not kept, however"
@@ -162,8 +170,8 @@ def _tiles(facts: Facts) -> str:
         _tile(
             "Improvement",
             words.NOTHING if gain is None or not gain.amount else f"{gain.amount:.4f}",
-            "none proven" if gain is None or gain.standard_error is None else f"± {gain.standard_error:.4f}",
-            "baseline minus best" if kept(facts) else "the baseline is the best known config",
+            _gain_error(facts),
+            _gain_note(facts),
             kind="gain" if kept(facts) else "",
         ),
         _tile(
@@ -186,6 +194,19 @@ def _tiles(facts: Facts) -> str:
         ),
     ]
     return '<dl class="tiles">\n' + "\n".join(tiles) + "\n</dl>"
+
+
+def _gain_error(facts: Facts) -> str:
+    gain = improvement(facts)
+    if gain is None and kept(facts):
+        return "not measured"
+    return "none proven" if gain is None or gain.standard_error is None else f"± {gain.standard_error:.4f}"
+
+
+def _gain_note(facts: Facts) -> str:
+    if not kept(facts):
+        return "the baseline is the best known config"
+    return "baseline continued as long, minus best" if facts.continues else "baseline minus best"
 
 
 def _tile(name: str, number: str, small: str, note: str, kind: str = "") -> str:

@@ -16,6 +16,7 @@ from harness.ablation import Step, ablation
 from harness.limits import driver_seconds
 from harness.queries import Reader
 from harness.records import (
+    BASELINE,
     FAILURES,
     UNCOUNTED,
     Guard,
@@ -27,7 +28,7 @@ from harness.records import (
     TrialState,
     unit_of,
 )
-from harness.rows import Call, Event, StudyRow
+from harness.rows import Call, Event, StudyRow, continues
 
 State = Literal["new", "running", "paused", "stopped", "killed"]
 
@@ -56,6 +57,11 @@ class Facts:
     """The limit on the guard set, where the study has one."""
 
     @property
+    def continues(self) -> bool:
+        """Whether trials go on from their parent's checkpoint, so that every kept step is a budget of training too."""
+        return continues(self.study.policy)
+
+    @property
     def baseline(self) -> Standing | None:
         """The config that the owner began with."""
         return self.lineage[0] if self.lineage else None
@@ -74,7 +80,8 @@ class Facts:
         found = (
             trial
             for trial in self.trials
-            if trial.config == standing.config and standing.scores.get(trial.replicate) == trial.score is not None
+            if (trial.config, trial.start) == (standing.config, standing.start)
+            if standing.scores.get(trial.replicate) == trial.score is not None
             if trial.role not in UNCOUNTED
         )
         return tuple(sorted(found, key=lambda trial: trial.replicate))
@@ -164,23 +171,44 @@ def warnings(facts: Facts) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Improvement:
-    """Baseline minus best: positive is better."""
+    """Baseline minus best: positive is better. Where trials continue, the baseline continued as often."""
 
     amount: float
     standard_error: float | None
 
 
 def improvement(facts: Facts) -> Improvement | None:
-    """Return how much better the incumbent is than the baseline; zero while the baseline is the incumbent."""
+    """Return how much better the incumbent is than the baseline; zero while the baseline is the incumbent.
+
+    Where trials continue from their parent, the incumbent has had a budget of training more for every kept step, and
+    the baseline it is held against must have had as many. The search runs the baseline twice in a row at most: what is
+    farther from it than one step has an improvement that nobody has measured, None.
+    """
     before, after = level(facts, facts.baseline), level(facts, facts.best)
     if before is None or after is None:
         return None
     if before.node == after.node:
         return Improvement(amount=0.0, standard_error=None)
+    if facts.continues:
+        return _continued_improvement(facts, after)
     if before.standard_error is None or after.standard_error is None:
         return Improvement(amount=before.score - after.score, standard_error=None)
     error = math.hypot(before.standard_error, after.standard_error)
     return Improvement(amount=before.score - after.score, standard_error=error)
+
+
+def _continued_improvement(facts: Facts, after: Level) -> Improvement | None:
+    baseline = facts.baseline
+    if baseline is None or after.node == BASELINE or len(facts.best_lineage) != 2:
+        return None
+    scores, noise = baseline.to_beat, facts.noise
+    if baseline.score_to_beat is None:
+        return None
+    amount = baseline.score_to_beat - after.score
+    if noise is None:
+        return Improvement(amount=amount, standard_error=None)
+    error = noise.standard_deviation * math.sqrt(1 / len(scores) + 1 / after.replicates)
+    return Improvement(amount=amount, standard_error=error)
 
 
 def ablated(facts: Facts) -> dict[int, Step]:
@@ -255,6 +283,7 @@ def summarise(facts: Facts) -> dict[str, Any]:
         "warnings": warnings(facts),
         "improvement": None if gain is None else gain.amount,
         "improvement_standard_error": None if gain is None else gain.standard_error,
+        "start_from": "parent" if facts.continues else "base",
         "noise": None if noise is None else noise.standard_deviation,
         "noise_degrees_of_freedom": None if noise is None else noise.degrees_of_freedom,
         "utilization": utilization(facts),

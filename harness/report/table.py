@@ -33,6 +33,10 @@ from harness.report.summary import (
 from harness.rows import Sensed, StudyRow
 
 WITHOUT_NOTE = "without it: what the best config loses on fresh shared seeds; positive: the step still helps."
+SCHEDULE_NOTE = (
+    "Each node goes on from the checkpoint of the one before it, for one more budget, its learning rate annealing"
+    " within it: the lineage is a schedule. difference: against the node before it, continued as long."
+)
 NEWEST_INSIGHTS = 3
 """Notes of a language model that `overnight status` shows; the report has all."""
 WIDE = 110
@@ -97,17 +101,43 @@ def _named(facts: Facts) -> list[tuple[str, Standing]]:
 def headline(facts: Facts) -> str:
     """Return the answer of the study in one sentence."""
     before, gain = level(facts, facts.baseline), improvement(facts)
-    if before is None or gain is None:
+    if before is None:
         return "Nothing is known yet: the baseline has no score."
     tried = words.count(sum(past.verdict is not None for past in facts.past), "decided proposal")
     if not kept(facts):
         yet = " yet" if facts.driver_lives else ""
         return f"No improvement is proven{yet}: {tried}, none kept."
+    if gain is None:
+        return (
+            f"{kept(facts)} of {tried} kept, each proven better than going on unchanged; how much better the best is"
+            " than the baseline continued as often is not known: nobody has run that."
+        )
     error = f" ± {gain.standard_error:.4f}" if gain.standard_error is not None else ""
+    if facts.continues:
+        return (
+            f"The best config is {gain.amount:.4f}{error} {words.metric(facts.study)} better than the baseline"
+            f" continued as long; {kept(facts)} of {tried} kept."
+        )
     return (
         f"The best config is {gain.amount:.4f}{error} {words.metric(facts.study)} better than the baseline"
         f" ({gain.amount / before.score:.1%}); {kept(facts)} of {tried} kept."
     )
+
+
+def to_beat(facts: Facts) -> str:
+    """Return what candidates are compared with where trials go on from their parent's checkpoint."""
+    best = facts.best
+    if best is None or best.score_to_beat is None:
+        return "not known yet: trials go on from the best checkpoint, and its own config has not"
+    runs = words.count(len(best.to_beat), "trial")
+    return (
+        f"{words.score(best.score_to_beat)}, the best config continued from its own checkpoint (mean of {runs}):"
+        " trials go on from their parent's"
+    )
+
+
+def _after(facts: Facts, budgets: int) -> str:
+    return f", after {words.segments(budgets)}" if facts.continues else ""
 
 
 def status(facts: Facts) -> RenderableType:
@@ -119,10 +149,12 @@ def status(facts: Facts) -> RenderableType:
     metric, untouched, limit = words.metric(facts.study), reference(facts), guard(facts)
     if untouched is not None:
         table.add_row("untouched base", untouched)
-    table.add_row("baseline", _level_words(level(facts, facts.baseline), metric))
+    table.add_row("baseline", _level_words(level(facts, facts.baseline), metric) + _after(facts, 1))
     best = level(facts, facts.best)
     name = f" [{words.node(best.node)}]" if best is not None and best.node else ""
-    table.add_row("best", Text(_level_words(best, metric) + name))
+    table.add_row("best", Text(_level_words(best, metric) + _after(facts, len(facts.best_lineage)) + name))
+    if facts.continues:
+        table.add_row("to beat", to_beat(facts))
     if limit is not None:
         table.add_row("guard", limit)
     if facts.noise is not None:
@@ -186,6 +218,8 @@ def ledger(facts: Facts, width: int) -> RenderableType:
             *(Text(cell, style=style if at == columns.index("outcome") else "") for at, cell in enumerate(cells))
         )
     note = "difference: candidate minus incumbent on fresh shared seeds; negative is better."
+    if facts.continues:
+        note += " Both go on from the incumbent's checkpoint, for one more budget."
     if facts.guard is not None:
         note += f" guard: bits per byte worse than the untouched base, at most {facts.guard.max_regression:g}."
     if not wide:
@@ -233,6 +267,8 @@ def lineage(facts: Facts, width: int) -> RenderableType:
         cells.append(words.NOTHING if past is None else words.reason(past) or words.NOTHING)
         table.add_row(*cells[: len(columns)])
     note = [Text(WITHOUT_NOTE, style="dim")] if taken_out else []
+    if facts.continues:
+        note.append(Text(SCHEDULE_NOTE, style="dim"))
     return Group(
         table, *note, "", Text("Together, against the baseline:", style="bold"), Padding(_totals(facts), (0, 0, 0, 2))
     )
@@ -267,6 +303,8 @@ def trial(
     table = _pairs()
     seed = "" if found.role is Role.REFERENCE else f", seed {found.seed}, budget {found.budget}"
     table.add_row("trial", f"{found.id}: {words.purpose(found)}{seed}")
+    if found.start is not None:
+        table.add_row("began with", f"the checkpoint of {words.node(found.start)}")
     style = "bold" if found.score is not None else "" if found.state is TrialState.RUNNING else "red"
     table.add_row("outcome", Text(words.ended(found), style=style))
     if found.score is not None:

@@ -58,6 +58,8 @@ def _gains(facts: Facts) -> list[str]:
 def _steps(facts: Facts) -> list[str]:
     """Say of which kept changes nobody knows whether the best config still needs them."""
     taken_out = ablated(facts)
+    if facts.continues:
+        return _schedule(facts)
     if len(facts.best_lineage) > 2 and not taken_out:
         return [
             "That every kept change still matters: each was proven on top of those before it, none was taken out again;"
@@ -72,6 +74,26 @@ def _steps(facts: Facts) -> list[str]:
     if open_ended:
         names = ", ".join(words.node(node) for node in open_ended)
         sentences.append(f"Whether {names} still matters: it was not taken out.")
+    return sentences
+
+
+def _schedule(facts: Facts) -> list[str]:
+    """Say what a chain of continuations, each proven on top of the last, leaves open."""
+    sentences = []
+    steps = len(facts.best_lineage) - 1
+    if steps > 1:
+        sentences.append(
+            f"How much better the best is than the baseline continued as often, {steps} times: only once was it run."
+        )
+        sentences.append(
+            "That every kept change still matters: each came with a budget of training that cannot be undone."
+        )
+    if steps:
+        sentences.append(
+            f"That {words.count(steps + 1, 'segment')} with a restart between them beat one run over the same"
+            f" {words.segments(steps + 1)}: `overnight replay {facts.study.name} --tokens N` trains the schedule beside"
+            " the baseline in one piece."
+        )
     return sentences
 
 

@@ -160,6 +160,11 @@ def failures(past: Past) -> list[str]:
     )
 
 
+def segments(number: int) -> str:
+    """Return how much training a node of a schedule has had."""
+    return f"{count(number, 'budget')} of training"
+
+
 def without(step: Step | None) -> str:
     """Return what the best config loses without a step, and whether that is proven."""
     if step is None:

@@ -179,7 +179,7 @@ def test_a_loss_that_no_smoothing_fits_is_refused_whole() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"quantization": "nf4"}, "4 bits"), ({"preference.beta": 0.1, "preference.loss": "sigmoid"}, "reference")],
+    [({"quantization": "nf4"}, "4-bit"), ({"preference.beta": 0.1, "preference.loss": "sigmoid"}, "reference")],
 )
 def test_starts_that_move_the_base_are_refused_where_it_must_stay(changes: dict[str, Value], said: str) -> None:
     """PiSSA takes the largest directions out of the weights."""

@@ -28,7 +28,7 @@ from harness.rows import Ending, NewNode, StudyRow
 from harness.seal import Code, Seal, tool_version
 from harness.study import Study, build
 from harness.studyfile import Asked, DataSource, Evaluation, StudyFile
-from tests.basestudy import PAIRS, make_base_study
+from tests.basestudy import PAIRS, make_base_study, policy
 from tests.standin import make_base, prepare
 
 BYTES = 1000
@@ -40,7 +40,8 @@ POINT = CurvePoint(progress=1, seconds=2, step=10, train_loss=4, probe_score=2.5
 class MadeUpLauncher:
     """Trains by writing down a score and scores by reading it back: lower with a higher learning rate.
 
-    A base model scores what a learning rate of 0 would give, one bit per pair where preferences are scored.
+    A base model scores what a learning rate of 0 would give, one bit per pair where preferences are scored. What goes
+    on from other weights falls as much once more.
     """
 
     orders: list[Job] = field(default_factory=list)
@@ -82,6 +83,8 @@ class MadeUpLauncher:
         if on_point:
             on_point(POINT)
         score = made_up_score(job.config, job.seed) + self.shift
+        if job.start is not None:
+            score += weights_of(job.start) - UNTRAINED
         guard = None if job.base is None else self.guard_of(job.config, job.seed)
         write_model(job.folder / "model", score, adapter=job.config.method == "lora", guard=guard)
         return trained()
@@ -97,11 +100,12 @@ class MadeUpLauncher:
         return found.model_copy(update={"guard": scored(beside, PAIRS)})
 
 
+UNTRAINED = 3.0
 GUARD_OF_BASE = 4.0
 
 
 def made_up_score(config: TrialConfig, seed: int) -> float:
-    return 3 - 100 * config.optim.learning_rate + 0.001 * (seed % 3)
+    return UNTRAINED - 100 * config.optim.learning_rate + 0.001 * (seed % 3)
 
 
 def made_up_guard(config: TrialConfig, seed: int) -> float:
@@ -250,6 +254,17 @@ def upgrade(code: Code) -> Callable[[Night], None]:
 @pytest.fixture
 def night(bare_study: StudyPaths) -> Iterator[Night]:
     """Return an empty study under made-up data."""
+    yield from made_night(bare_study, find_policy("demo").read_text())
+
+
+@pytest.fixture
+def continued_night(bare_study: StudyPaths) -> Iterator[Night]:
+    """Return an empty study whose trials go on from their parent's checkpoint."""
+    yield from made_night(bare_study, policy("pretrain", "full", start_from="parent"))
+
+
+def made_night(bare_study: StudyPaths, policy_text: str) -> Iterator[Night]:
+    """Make the study of a policy, and close its ledger afterwards."""
     file = StudyFile(
         study=Asked(
             task="pretrain",
@@ -263,7 +278,7 @@ def night(bare_study: StudyPaths) -> Iterator[Night]:
         eval=Evaluation(context=64, stride=32, probe_bytes=1, val_bytes=1, holdout_bytes=1),
     )
     bare_study.study_toml.write_text(file.render())
-    bare_study.policy_toml.write_text(find_policy("demo").read_text())
+    bare_study.policy_toml.write_text(policy_text)
     write_val(bare_study.split("val"))
     study = build(bare_study, file, Seal.take(bare_study))
     row = StudyRow(
