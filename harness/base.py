@@ -93,7 +93,7 @@ def prepare_base(name: str, revision: str | None, cache: Path, say: Say) -> Base
         say(f"Fetching the base model {name} from the Hub.")
         source, commit = hub.fetch_model(name, revision)
     elif hub.is_id(name):
-        say(f"The base model {name} is the folder of that name here, not one on the Hub.")
+        say(f"The base model {name} is what has that name in this folder, not one on the Hub.")
     originals = _originals(source)
     hashed = {path.name: files.sha256_of(path) for path in originals}
     weights = {path.name: hashed[path.name] for path in originals if path.suffix in (".safetensors", ".gguf")}

@@ -318,8 +318,8 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of what a library says, without the rest of its advice."""
-    return (str(error).strip().splitlines() or [repr(error)])[0][:300]
+    """Return the beginning of what a library says, on one line."""
+    return (" ".join(str(error).split()) or repr(error))[:300]
 
 
 def main() -> int:
