@@ -159,6 +159,7 @@ class TrialAnswer(Answer):
     state: str
     replicate: int
     config: dict[str, Value]
+    """Without what changes nothing in it."""
     score: float | None
     """Rounded to the noise; null if it has none, or while the noise is not known."""
     perplexity: float | None
