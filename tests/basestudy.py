@@ -89,9 +89,10 @@ watch = "gap between probe and train loss"
 PREFERENCE = '"preference.beta" = 0.1\n"preference.loss" = "sigmoid"\n'
 
 
-def policy(task: Task, method: str) -> str:
+def policy(task: Task, method: str, *, packing: bool = True) -> str:
     """Return a policy of a few knobs for fine-tuning."""
-    more = (ADAPTER if method == "lora" else "") + (PREFERENCE if task == "dpo" else "")
+    rows = "" if packing else '"batch.packing" = false\n'
+    more = rows + (ADAPTER if method == "lora" else "") + (PREFERENCE if task == "dpo" else "")
     text = POLICY.format(tasks=f'["{task}"]', method=method, more=more)
     return text + (RANK if method == "lora" else "")
 
@@ -105,6 +106,7 @@ def make_base_study(
     guard: bool = True,
     budget: str = BUDGET,
     baseline: dict[str, Value] | None = None,
+    packing: bool = True,
 ) -> Study:
     """Fill an empty folder with the study of a prepared base model (see `tests.standin.prepare`), and seal it."""
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -131,7 +133,7 @@ def make_base_study(
         eval=Evaluation(context=64, stride=32, probe_bytes=1, val_bytes=1, holdout_bytes=1, guard=limit),
     )
     paths.study_toml.write_text(file.render())
-    paths.policy_toml.write_text(policy(task, method))
+    paths.policy_toml.write_text(policy(task, method, packing=packing))
     study = build(paths, file, Seal.take(paths))
     Ledger.create(paths.ledger, study=row_of(study)).close()
     return study
