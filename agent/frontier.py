@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.memory import Gauge
 from harness.records import FAILURES, Trial, TrialState
-from harness.sizes import rows_each, widest_row
+from harness.sizes import RowLengths, rows_each, widest_row
 
 MOST_POINTS = 4
 """Configs shown on each side of the memory's edge."""
@@ -45,13 +45,18 @@ class Frontier:
     failures: int
 
 
-def frontier(trials: Sequence[Trial], vocabulary: int | None, gauge: Gauge | None = None) -> Frontier:
+def frontier(
+    trials: Sequence[Trial],
+    vocabulary: int | None,
+    gauge: Gauge | None = None,
+    lengths: RowLengths | None = None,
+) -> Frontier:
     """Return the edge of the memory; ``vocabulary`` gives the parameters of models that never finished.
 
     A ``gauge`` orders configs by what they hold, and then the edge is one config on each side, or a few where it errs.
     """
-    failed = _loads(trials, vocabulary, gauge, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
-    fit = _loads(trials, vocabulary, gauge, lambda trial: trial.score is not None)
+    failed = _loads(trials, vocabulary, gauge, lengths, lambda trial: trial.state is TrialState.OUT_OF_MEMORY)
+    fit = _loads(trials, vocabulary, gauge, lengths, lambda trial: trial.score is not None)
     return Frontier(
         failed=_edge(sorted(failed, key=_weight), lambda one, other: other.within(one)),
         fit=_edge(sorted(fit, key=_weight, reverse=True), lambda one, other: one.within(other)),
@@ -69,15 +74,18 @@ def other_failures(trials: Sequence[Trial]) -> dict[TrialState, list[Trial]]:
 
 
 def _loads(
-    trials: Sequence[Trial], vocabulary: int | None, gauge: Gauge | None, chosen: Callable[[Trial], bool]
+    trials: Sequence[Trial],
+    vocabulary: int | None,
+    gauge: Gauge | None,
+    lengths: RowLengths | None,
+    chosen: Callable[[Trial], bool],
 ) -> list[Load]:
     """Return the load of each config once: that of its first trial."""
     found: dict[tuple[object, int], Load] = {}
     for trial in trials:
         if chosen(trial):
             config, model = trial.config, trial.config.model
-            width = widest_row(config, None if gauge is None else gauge.lengths)
-            tokens = config.batch.per_device * rows_each(config) * width
+            tokens = config.batch.per_device * rows_each(config) * widest_row(config, lengths)
             known = trial.parameters if vocabulary is None or model is None else model.parameters(vocabulary)
             held = None if gauge is None else gauge.estimate(trial.config).total_bytes
             found.setdefault((model if held is None else held, tokens), Load(trial, tokens, known, held))

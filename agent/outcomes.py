@@ -84,7 +84,8 @@ def responses(view: View) -> list[str]:
 
 def failures(view: View) -> list[str]:
     """Return where the memory ends, which rates diverge, and what else went wrong."""
-    edge = frontier(view.trials, view.vocabulary, None if view.history.base is None else gauge_of(view.history))
+    gauge = None if view.history.base is None else gauge_of(view.history)
+    edge = frontier(view.trials, view.vocabulary, gauge, view.history.lengths)
     lines: list[str] = []
     if edge.failures:
         lines.append(f"- Out of memory, {edge.failures}×; the smallest that failed: {_loads(edge.failed)}.")

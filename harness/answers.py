@@ -167,6 +167,7 @@ class TrialAnswer(Answer):
     start: int | None
     """Lineage node whose checkpoint it went on from; null: the base, or a fresh model."""
     config: dict[str, Value]
+    """Without what changes nothing in it."""
     score: float | None
     """Rounded to the noise; null if it has none, or while the noise is not known."""
     perplexity: float | None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from harness.ablation import ablation
-from harness.config import TrialConfig, flatten
+from harness.conditions import meaningful
+from harness.config import TrialConfig
 from harness.fullrun import FullRun
 from harness.queries import Reader
 from harness.records import BASELINE, Guard, unit_of
@@ -55,7 +56,7 @@ def model_card(study: Study, reader: Reader, run: FullRun) -> str:
         if standing.node in taken_out:
             lines.append(f"  - without it: {words.without(taken_out[standing.node])}")
     lines += ["", "## Config", "", "| knob | value |", "| --- | --- |"]
-    lines += [f"| `{name}` | {value} |" for name, value in flatten(reader.trial(best.trial).config).items()]
+    lines += [f"| `{name}` | {value} |" for name, value in meaningful(reader.trial(best.trial).config).items()]
     lines += ["", "## Seal", "", f"`{reader.trial(best.trial).seal}`", "", *other_tool(reader, best.trial)]
     return "\n".join(lines)
 

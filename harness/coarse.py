@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.answers import End, KnobAnswer, Node, Point, ProposalAnswer, Row, Status, TrialAnswer
+from harness.conditions import meaningful
 from harness.config import Diff, Knob, TrialConfig, Value, difference, flatten, idle
 from harness.errors import BadInput
 from harness.records import CurvePoint, Decision, Guard, Noise, Past, Role, Standing, Trial, without_control
@@ -213,7 +214,7 @@ def trial(found: Trial, noise: Noise | None, guard: Guard | None) -> TrialAnswer
         state=found.state.value,
         replicate=found.replicate,
         start=found.start,
-        config=flatten(found.config),
+        config=meaningful(found.config),
         score=rounded(found.score, noise),
         perplexity=_perplexity(found.perplexity, found.score, noise),
         accuracy=_significant(None if noise is None else found.accuracy, ACCURACY_DIGITS),

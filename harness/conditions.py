@@ -12,7 +12,19 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from harness.config import Knob, Optimizer, Value, explain, hyperparameters, idle, nearest, settled, unflatten
+from harness.config import (
+    Knob,
+    Optimizer,
+    TrialConfig,
+    Value,
+    explain,
+    flatten,
+    hyperparameters,
+    idle,
+    nearest,
+    settled,
+    unflatten,
+)
 from harness.errors import BadInput, BadValue
 
 _READ_BY_NONE_OF: Mapping[str, tuple[Optimizer, ...]] = {
@@ -141,6 +153,22 @@ class Conditions:
             for other, values in ((gate, several(wanted)), *inner.items()):
                 found[other] = tuple(value for value in found.get(other, values) if value in values)
         return found
+
+
+def meaningful(config: TrialConfig) -> dict[str, Value]:
+    """Return a config flattened, without what changes nothing in it, whatever the policy says: for people to read."""
+    flat = flatten(config)
+    return {name: value for name, value in flat.items() if not _changes_nothing(name, flat)}
+
+
+def _changes_nothing(name: str, flat: Mapping[str, Value]) -> bool:
+    if name == "batch.packing":
+        return "preference.loss" in flat  # the two halves of a pair are rows of their own
+    return any(
+        gate in flat and flat[gate] not in wanted
+        for pattern, (gate, wanted) in MEANINGS.items()
+        if name == pattern or (pattern.endswith(".") and name.startswith(pattern))
+    )
 
 
 def several(wanted: Value | tuple[Value, ...]) -> tuple[Value, ...]:

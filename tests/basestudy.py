@@ -92,9 +92,10 @@ PREFERENCE = '"preference.beta" = 0.1\n"preference.loss" = "sigmoid"\n'
 SHAPE = '"model.depth" = 2\n"model.width" = 32\n"model.heads" = 2\n"model.attention_dropout" = 0.0\n'
 
 
-def policy(task: Task, method: str, *, start_from: str = "base") -> str:
+def policy(task: Task, method: str, *, start_from: str = "base", packing: bool = True) -> str:
     """Return a policy of a few knobs for fine-tuning, or for a tiny fresh model."""
-    more = (ADAPTER if method == "lora" else "") + (PREFERENCE if task == "dpo" else "")
+    rows = "" if packing else '"batch.packing" = false\n'
+    more = rows + (ADAPTER if method == "lora" else "") + (PREFERENCE if task == "dpo" else "")
     more += SHAPE if task == "pretrain" else ""
     if start_from == "base":
         return POLICY.format(tasks=f'["{task}"]', method=method, more=more) + (RANK if method == "lora" else "")
@@ -112,6 +113,7 @@ def make_base_study(
     budget: str = BUDGET,
     baseline: dict[str, Value] | None = None,
     start_from: str = "base",
+    packing: bool = True,
 ) -> Study:
     """Fill an empty folder with the study of a prepared base model (see `tests.standin.prepare`), and seal it."""
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,7 @@ def make_base_study(
         eval=Evaluation(context=64, stride=32, probe_bytes=1, val_bytes=1, holdout_bytes=1, guard=limit),
     )
     paths.study_toml.write_text(file.render())
-    paths.policy_toml.write_text(policy(task, method, start_from=start_from))
+    paths.policy_toml.write_text(policy(task, method, start_from=start_from, packing=packing))
     study = build(paths, file, Seal.take(paths))
     Ledger.create(paths.ledger, study=row_of(study)).close()
     return study

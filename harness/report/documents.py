@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.ablation import Step
+from harness.conditions import meaningful
 from harness.config import Value, difference, flatten
 from harness.errors import BadInput
 from harness.memory import Held
@@ -54,12 +55,16 @@ def proposal(past: Past) -> dict[str, Any]:
 
 
 def trial(found: Trial) -> dict[str, Any]:
-    """Return everything that the ledger knows of a trial, its config flat and its curve as a list."""
+    """Return everything that the ledger knows of a trial, its config flat and its curve as a list.
+
+    ``config_idle`` names what changes nothing in that config.
+    """
     document: dict[str, Any] = {}
     for field in dataclasses.fields(found):
         item = getattr(found, field.name)
         if field.name == "config":
             document["config"] = flatten(found.config)
+            document["config_idle"] = sorted(flatten(found.config).keys() - meaningful(found.config).keys())
             document["config_digest"] = found.config.digest
         elif field.name == "curve":
             document["curve"] = [point.model_dump() for point in found.curve]
@@ -167,10 +172,11 @@ def compare(facts: Facts, a: Trial, b: Trial, nats_a: Sequence[float], nats_b: S
         mean = math.fsum(gaps) / len(gaps)
         variance = math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
         spread = math.sqrt(variance * len(gaps)) / nats_per_unit
+    told = meaningful(a.config).keys() | meaningful(b.config).keys()
     return Comparison(
         a=a,
         b=b,
-        diff=difference(a.config, b.config),
+        diff={name: value for name, value in difference(a.config, b.config).items() if name in told},
         difference=b.score - a.score,
         document_standard_error=spread,
         seed_standard_error=None if facts.noise is None else facts.noise.standard_deviation * math.sqrt(2),
@@ -181,7 +187,7 @@ def compare(facts: Facts, a: Trial, b: Trial, nats_a: Sequence[float], nats_b: S
 
 def comparison(found: Comparison) -> dict[str, Any]:
     """Return a comparison as a document."""
-    before, after = flatten(found.a.config), flatten(found.b.config)
+    before, after = meaningful(found.a.config), meaningful(found.b.config)
     return {
         "a": _side(found.a),
         "b": _side(found.b),

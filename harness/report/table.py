@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.ablation import Step
-from harness.config import TrialConfig, flatten
+from harness.conditions import meaningful
+from harness.config import TrialConfig, told
 from harness.memory import Held
 from harness.records import Guard, Past, Role, Standing, Trial, TrialState, unit_of
 from harness.report import sources, words
@@ -287,8 +288,11 @@ def _totals(facts: Facts) -> RenderableType:
 
 
 def total_changes(baseline: Standing, best: Standing) -> dict[str, tuple[str, str]]:
-    """Return every knob in which the best config differs from the baseline, as words for before and after."""
-    before, after = flatten(baseline.config), flatten(best.config)
+    """Return every knob in which the best config differs from the baseline, as words for before and after.
+
+    One that means nothing in a config has no value there.
+    """
+    before, after = meaningful(baseline.config), meaningful(best.config)
     return {
         knob: (words.value(before.get(knob)), words.value(after.get(knob)))
         for knob in sorted(before | after)
@@ -380,9 +384,12 @@ def _curve(found: Trial, metric: str) -> Table:
 
 
 def _config(config: TrialConfig) -> Table:
-    table = _pairs()
-    for knob, item in flatten(config).items():
+    table, meant = _pairs(), meaningful(config)
+    for knob, item in meant.items():
         table.add_row(knob, words.value(item))
+    quiet = [knob for knob in told(config) if knob not in meant]
+    if quiet:
+        table.add_row("no meaning here", Text(", ".join(quiet), style="dim"))
     return table
 
 
@@ -437,7 +444,7 @@ def comparison(found: Comparison, study: StudyRow) -> RenderableType:
         ("parameters", lambda trial: words.value(trial.parameters)),
     ):
         table.add_row(name, of(found.a), of(found.b))
-    before, after = flatten(found.a.config), flatten(found.b.config)
+    before, after = meaningful(found.a.config), meaningful(found.b.config)
     for knob in found.diff:
         table.add_row(knob, words.value(before.get(knob)), words.value(after.get(knob)), style="bold")
     better = "better" if found.difference < 0 else "worse"

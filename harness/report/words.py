@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from harness.ablation import Step
-from harness.config import TrialConfig, Value, flatten
+from harness.conditions import meaningful
+from harness.config import TrialConfig, Value
 from harness.fullrun import MERGE_TOLERANCE, Merge, is_full_run
 from harness.records import (
     BASELINE,
@@ -64,8 +65,8 @@ def value(item: Value | None) -> str:
 
 
 def change(diff: Mapping[str, Value], parent: TrialConfig | None) -> list[str]:
-    """Return one ``knob old → new`` per turned knob; without the old value where the parent is not known."""
-    before = flatten(parent) if parent is not None else {}
+    """Return one ``knob old → new`` per turned knob; without the old value where it is not known, or meant nothing."""
+    before = meaningful(parent) if parent is not None else {}
     return [
         f"{short(knob)} {value(before[knob])} → {value(new)}" if knob in before else f"{short(knob)} = {value(new)}"
         for knob, new in sorted(diff.items())

@@ -26,7 +26,7 @@ from harness.records import (
     TrialState,
     Verdict,
 )
-from harness.sizes import BaseFacts
+from harness.sizes import BaseFacts, RowLengths
 from harness.sizes import parameters as model_parameters
 from harness.terms import Proposer
 
@@ -47,6 +47,7 @@ class Night:
     reference: Trial | None = None
     memory_bytes: int | None = None
     device: str | None = None
+    lengths: RowLengths | None = None
     past: list[Past] = dataclasses.field(default_factory=list)
     refused: list[str] = dataclasses.field(default_factory=list)
     numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
@@ -120,13 +121,19 @@ class Night:
             past=tuple(self.past),
             baseline_trials=self.baseline_trials,
             base=self.base,
+            lengths=self.lengths,
             device=self.device,
             device_memory_bytes=self.memory_bytes,
         )
 
     def admit(self, proposal: Proposal) -> TrialConfig | Refusal:
         return self.policy.admit(
-            proposal, self.incumbent.config, budget=self.budget, vocabulary=VOCABULARY, base=self.base
+            proposal,
+            self.incumbent.config,
+            budget=self.budget,
+            vocabulary=VOCABULARY,
+            base=self.base,
+            lengths=self.lengths,
         )
 
     def run(self, proposal: Proposal) -> Past:

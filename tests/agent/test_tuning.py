@@ -11,8 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent import tuning
 from agent.briefing import brief
+from agent.curves import Signals
 from agent.frontier import frontier
+from agent.idea import Situation
 from agent.mixed import MixedProposer
 from agent.random import RandomProposer
 from agent.reply import schema
@@ -26,6 +29,7 @@ from harness.config import TrialConfig, Value, apply, flatten, idle
 from harness.memory import NOTHING_LEARNED
 from harness.policy import Policy, find_policy
 from harness.records import Proposal, Role, Trial, TrialState
+from harness.sizes import RowLengths, padding_share, usual_positions
 from harness.terms import Proposer
 from tests.agent.doubles import Drawn
 from tests.samples import llama_facts
@@ -346,6 +350,74 @@ def test_padding_is_packed(night: Any) -> None:
     packed = first_with(one, "batch.packing")
     assert packed.diff == {"batch.packing": True}
     assert "tokens per second" in packed.watch
+
+
+def unpacked(name: str, **batch: Value) -> Policy:
+    """Return a policy whose rows are padded by default."""
+    policy = POLICIES[name]
+    defaults = {f"batch.{key}": value for key, value in {"packing": False, **batch}.items()}
+    knobs = {
+        name: knob.model_copy(update={"default": defaults[name]}) if name in defaults else knob
+        for name, knob in policy.knobs.items()
+    }
+    return policy.model_copy(update={"knobs": knobs})
+
+
+LENGTHS = RowLengths(40, 200, (60, 80, 100, 150))
+
+
+def test_little_padding_is_no_reason_to_pack(night: Any) -> None:
+    """The lengths tell how much it is."""
+    one = night(unpacked("lora"), score=lambda config: 1.0, lengths=LENGTHS)
+    packed = first_with(one, "batch.packing")
+    share = padding_share(one.incumbent.config, LENGTHS)
+    assert f"{share:.0%} of the positions are padding" in packed.rationale
+    equal = RowLengths(100, 104, (100, 104))
+    full = night(unpacked("lora"), score=lambda config: 1.0, lengths=equal)
+    situation = Situation(Space.of(full.history()), (), Signals(), frozenset())  # type: ignore[arg-type]
+    assert not [idea for idea in tuning.reach(situation) if "batch.packing" in idea.values]
+
+
+def test_steps_of_padded_rows_are_counted_by_their_lengths(night: Any) -> None:
+    """Neither full rows nor the shortest: a proposal that usually gets too few steps is not made, nor refused."""
+    one = night(unpacked("lora"), budget=Budget("tokens", 2e6), lengths=LENGTHS)
+    space = Space.of(one.history())
+    assert space is not None
+    positions = usual_positions(space.base, LENGTHS)
+    assert positions is not None
+    assert space.steps(space.base) == 2e6 / positions
+    full = space.base.batch.per_step * space.base.batch.sequence_length
+    assert positions < full / 2
+    assert Space.of(night(unpacked("lora"), budget=Budget("tokens", 2e6)).history()).steps(space.base) is None  # type: ignore[union-attr]
+    tight = night(unpacked("lora"), budget=Budget("tokens", 45 * positions), lengths=LENGTHS)
+    around = Space.of(tight.history())
+    assert around is not None
+    diff: dict[str, Value] = {RATE: 3e-4}
+    assert around.step(diff) is None  # 45 of 50 steps, usually
+    proposal = Proposal(diff=diff, source="human", rationale="", watch="")
+    assert isinstance(tight.admit(proposal), TrialConfig)
+
+
+def test_a_length_that_changes_nothing_is_no_proposal(night: Any) -> None:
+    """Rows of at most 200 tokens are the same under every longer limit; packed ones are not."""
+    diff: dict[str, Value] = {"batch.sequence_length": 2048}
+    assert Space.of(night(unpacked("lora"), lengths=LENGTHS).history()).step(diff) is None  # type: ignore[union-attr]
+    assert Space.of(night("lora", lengths=LENGTHS).history()).step(diff) is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("policy", ["lora", "dpo"])
+def test_a_briefing_says_what_rows_cost(night: Any, policy: str) -> None:
+    """A model that sees no data learns how long its documents are, and what a step of the incumbent takes."""
+    one = night(unpacked(policy) if policy == "lora" else policy, lengths=LENGTHS, budget=Budget("tokens", 1e8))
+    history = one.history()
+    if policy == "dpo":
+        history = dataclasses.replace(history, metric="bits_per_pair")
+    text = brief(history)
+    what = "document" if policy == "lora" else "pair, by its longer answer,"
+    assert f"A training {what} takes 40 to 200 tokens, 97.5 on average" in text
+    assert "of them padding" in text
+    assert "up to 200" in text  # the widest row of a pass, among the largest that fit
+    assert "of them padding" not in brief(night("lora", lengths=LENGTHS).history())
 
 
 def test_a_whole_night_of_rules_finds_the_adapter(night: Any) -> None:

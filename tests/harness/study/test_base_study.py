@@ -14,10 +14,13 @@ import pytest
 
 from agent.briefing import brief
 from agent.space import searched, trials
+from frozen.splits import EncodedSplit
 from harness import coarse
 from harness.audit import audit
 from harness.cli import main
 from harness.config import TrialConfig
+from harness.errors import SealBroken
+from harness.expectations import expectations
 from harness.history import history_of
 from harness.jobs.job import Job, ScoreJob, TrainJob
 from harness.limits import Limits, expected_seconds
@@ -34,7 +37,9 @@ from harness.records import (
 )
 from harness.report.page import page
 from harness.report.summary import gather, summarise, warnings
+from harness.sizes import RowLengths, usual_positions
 from harness.study import Study, load
+from harness.studyfile import Agent
 from harness.verify import verify
 from harness.view import Silent
 from tests.basestudy import MAX_REGRESSION
@@ -326,7 +331,6 @@ def test_a_baseline_that_breaks_the_guard_is_said_at_the_start(drive: Callable[.
     night.view = heard = Heard()
     night.run()
     assert any(line.startswith("WARNING: the baseline breaks the guard: 0.08") for line in heard.lines)
-    from harness.expectations import expectations
     from harness.studyfile import Agent
 
     with Reader(night.paths.ledger) as reader:
@@ -527,3 +531,43 @@ def test_dying_at_any_change_of_the_ledger_costs_nothing(
 def mixed_guard(config: TrialConfig, seed: int) -> float:
     """Return scores of which some break the limit only after confirmation."""
     return noisy(0.06)(config, seed) if config.optim.learning_rate < 5e-3 else 4.5
+
+
+# --- rows ---
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_what_padded_rows_cost_is_known_to_all(base_study: Callable[..., Study], task: str) -> None:
+    """The driver's gate, the memory's estimate, a proposer's history and the owner get one count of the documents."""
+    study = base_study(task=task, packing=task == "dpo")
+    split = EncodedSplit.load(study.paths.split("train"))
+    assert study.lengths == RowLengths.of(split)
+    with Reader(study.paths.ledger) as reader:
+        history = history_of(study, reader)
+        lines = expectations(study, reader, "plain", Limits(), Agent(), asked=None)
+    assert history.lengths == study.lengths
+    assert study.gauge(()).lengths == study.lengths
+    (said,) = [line for line in lines if line.startswith("Rows: ")]
+    positions = usual_positions(study.baseline, study.lengths)
+    assert positions is not None
+    assert f"about {study.budget.amount / positions:,.0f} steps within {study.budget}" in said
+    assert not any(line.startswith("WARNING: the policy asks") for line in lines)
+
+
+def test_a_baseline_of_usually_too_few_steps_is_said(base_study: Callable[..., Study]) -> None:
+    """It may be enough, so it is not refused; the owner decides before the night."""
+    study = base_study(packing=False, budget="2200tok")
+    with Reader(study.paths.ledger) as reader:
+        lines = expectations(study, reader, "plain", Limits(), Agent(), asked=None)
+    assert any(line.startswith("WARNING: the policy asks for 5 steps, and the baseline usually gets") for line in lines)
+
+
+def test_damaged_documents_are_left_to_the_seal(base_study: Callable[..., Study]) -> None:
+    """A study whose train split is cut off can still be read and verified: the seal names the file."""
+    study = base_study()
+    offsets = study.paths.split("train") / "offsets.npy"
+    offsets.write_bytes(offsets.read_bytes()[:-8])
+    damaged = load(study.paths.root)
+    assert damaged.lengths is None
+    with pytest.raises(SealBroken, match=r"train/offsets\.npy"):
+        damaged.seal.verify(thorough=True)
