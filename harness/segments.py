@@ -1,7 +1,7 @@
 """The segments of a replay's training under one budget, and what is kept of those that are done.
 
-Mostly it is one. Where trials go on from their parent's checkpoint, the lineage is a schedule: its full run trains every
-config of it in turn, each with an equal share of the budget and from the weights that the one before it left. A
+Mostly it is one. Where trials go on from their parent's checkpoint, the lineage is a schedule: its full run trains
+every config of it in turn, each with an equal share of the budget and from the weights that the one before it left. A
 learning rate anneals within its segment and an optimizer's moments begin anew, as they did in the search. A segment
 that is done is on record beside its weights, so that a run that was killed goes on after it.
 """
