@@ -246,3 +246,28 @@ def test_any_table_is_a_policy_or_bad_input(table: Any) -> None:
     """No shape of TOML gets past as another kind of error."""
     with pytest.raises(BadInput):
         Policy.parse(copy.deepcopy(table) if isinstance(table, dict) else {"knobs": table}, ["one"])
+
+
+def test_what_the_weights_are_cannot_be_turned_where_trials_go_on_from_them(table: dict[str, Any]) -> None:
+    """The knobs are named, and how to keep the key; as fixed values they are fine."""
+    assert not Policy.parse(table, ["text"]).continues
+    table["start_from"] = "parent"
+    with pytest.raises(BadInput, match=r"model\.depth, model\.width, model\.heads cannot be turned.*\[fixed\]"):
+        Policy.parse(table, ["text"])
+    for name in ("model.depth", "model.width", "model.heads"):
+        table["fixed"][name] = table["knobs"].pop(name)["default"]
+    assert Policy.parse(table, ["text"]).continues, "a dropout of the model's changes no weights"
+
+
+def test_an_adapter_that_is_turned_cannot_go_on() -> None:
+    """Its rank, what its numbers mean, and what they were at first."""
+    table = tomllib.loads(find_policy("lora").read_text()) | {"start_from": "parent"}
+    with pytest.raises(BadInput, match=r"adapter\.rank.*adapter\.targets"):
+        Policy.parse(table, ["text"])
+
+
+@pytest.mark.parametrize("value", ["root", 1, "Parent"])
+def test_there_are_two_starts(table: dict[str, Any], value: object) -> None:
+    """The key says what it knows."""
+    with pytest.raises(BadInput, match=r"start_from.*'base' or 'parent'"):
+        Policy.parse(table | {"start_from": value}, ["text"])

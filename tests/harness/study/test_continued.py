@@ -11,14 +11,20 @@ from typing import Any
 
 import pytest
 
+from agent.briefing import brief
+from agent.evidence import scores
+from agent.space import Space
 from harness import checkpoints
 from harness.audit import audit
+from harness.history import history_of
 from harness.jobs.job import TrainJob
 from harness.ledger import Ledger
 from harness.limits import Limits
+from harness.migrations import APPLICATION_ID, migrations
+from harness.proposers import load_proposer
 from harness.proposing import Wish, check
 from harness.queries import Reader
-from harness.records import Decision, Failed, ProposalState, Role, TrialState
+from harness.records import Decision, Failed, ProposalState, Role, Trial, TrialState
 from harness.report.summary import gather, improvement
 from harness.study import load
 from tests.drive import Drive, Script, death_at, facts, fails
@@ -259,3 +265,109 @@ def test_dying_at_any_change_of_the_ledger_costs_nothing(
 def starts_of_scored(night: Drive) -> list[tuple[Any, ...]]:
     with Reader(night.paths.ledger) as reader:
         return [(t.config.digest, t.start, t.replicate, t.score) for t in reader.trials() if t.score is not None]
+
+
+@pytest.mark.parametrize("name", ["rules", "random", pytest.param("sampler", marks=pytest.mark.process)])
+def test_proposers_work_on_what_continues(drive: Callable[..., Drive], name: str) -> None:
+    """None of them names an older parent or is confused by scores that fall with every start."""
+    night = drive()
+    proposer = load_proposer(name)
+    with contextlib.closing(proposer):
+        night.script = proposer  # type: ignore[assignment]
+        night.run(Limits(trials=30))
+    past = night.past()
+    assert len([p for p in past if p.verdict is not None]) >= 3
+    assert all(p.state in (ProposalState.DECIDED, ProposalState.RUNNING, ProposalState.QUEUED) for p in past)
+
+
+def test_what_proposers_learn_from_is_relative_to_going_on_unchanged(drive: Callable[..., Drive]) -> None:
+    """A config that lost against the incumbent continued is no success, although its score is below the baseline's."""
+    night = drive(BETTER, WORSE)
+    night.run()
+    study = load(night.paths.root)
+    with Reader(night.paths.ledger) as reader:
+        history = history_of(study, reader)
+    found = {digest: sum(values) / len(values) for digest, values in scores(history).items()}
+    configs = {past.number: past.config for past in history.past if past.config is not None}
+    assert found[study.baseline.digest] == pytest.approx(0, abs=1e-9)
+    assert found[configs[2].digest] == pytest.approx(0.299, abs=0.01)
+    assert found[configs[1].digest] == pytest.approx(-0.28 * 3 / 6, abs=0.05), "once as candidate, once to beat"
+    space = Space.of(history)
+    assert space is not None
+    assert history.incumbent is not None
+    assert space.base_score == history.incumbent.score_to_beat
+    assert study.baseline.digest not in space.known, "from this start it is new"
+
+
+def test_a_briefing_says_that_trials_continue(drive: Callable[..., Drive]) -> None:
+    """What is compared with what, and no improvement over a baseline that had less training."""
+    night = drive(BETTER)
+    night.run()
+    with Reader(night.paths.ledger) as reader:
+        text = brief(history_of(load(night.paths.root), reader))
+    assert "A trial goes on from its parent's checkpoint" in text
+    assert "To beat, the incumbent's config trained on from its checkpoint" in text
+    assert "from the baseline" not in text
+    assert "unless it names another node" not in text
+
+
+OLDER = 5
+"""Migrations of the schema before trials could continue."""
+
+
+def test_a_ledger_from_before_trials_could_continue_is_migrated(night: Any, tmp_path: Path) -> None:
+    """Its rows stay what they were, and nothing in it contradicts anything; a reader leaves the file alone."""
+    night.seat_baseline()
+    night.keep(1e-3)
+    night.keep(3e-3)
+    night.ledger.close()
+    older = tmp_path / "older.db"
+    downgrade(night.study.paths.ledger, older)
+    before = older.read_bytes()
+    with Reader(older) as reader, Reader(night.study.paths.ledger) as now:
+        assert audit(night.study, reader) == []
+        assert (reader.trials(), reader.lineage(), reader.noise()) == (now.trials(), now.lineage(), now.noise())
+        assert {trial.start for trial in reader.trials()} == {None}
+    assert older.read_bytes() == before
+    with Ledger.open(older) as ledger:
+        assert ledger._db.execute("PRAGMA foreign_keys").fetchone() == (1,)
+        assert ledger._db.execute("PRAGMA foreign_key_check").fetchall() == []
+    with Reader(older) as reader:
+        assert audit(night.study, reader) == []
+        assert len(reader.lineage()) == 3
+    night.reader.close()
+    for left in night.study.paths.root.glob("ledger.db*"):
+        left.unlink()
+    shutil.copy(older, night.study.paths.ledger)
+    on = Drive(night.study.paths, night.launcher, Script({}, {}, {"optim.learning_rate": 6e-3}))
+    on.run()
+    assert len(on.past()) == 3
+    assert {trial.start for trial in trials_of(on)} == {None}
+
+
+def trials_of(night: Drive) -> list[Trial]:
+    with Reader(night.paths.ledger) as reader:
+        return list(reader.trials())
+
+
+def downgrade(newer: Path, older: Path) -> None:
+    """Copy the rows of a ledger into one of the schema before, without waking its triggers."""
+    with contextlib.closing(sqlite3.connect(older)) as connection:
+        for migration in migrations()[:OLDER]:
+            connection.executescript(migration.sql)
+        connection.execute("PRAGMA journal_mode = WAL")
+        guards = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+        for name, _ in guards:
+            connection.execute(f"DROP TRIGGER {name}")
+        connection.execute("ATTACH ? AS newer", (str(newer),))
+        names = connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall()
+        for (table,) in names:
+            rows = connection.execute(f"SELECT name FROM pragma_table_info('{table}')").fetchall()
+            columns = ", ".join(f'"{row[0]}"' for row in rows)
+            condition = f" WHERE number <= {OLDER}" if table == "migrations" else ""
+            connection.execute(f"INSERT INTO {table} ({columns}) SELECT {columns} FROM newer.{table}{condition}")
+        for _, sql in guards:
+            connection.execute(sql)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {OLDER}")
+        connection.commit()
