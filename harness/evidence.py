@@ -14,13 +14,13 @@ import json
 import math
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy import special
 
 from harness.noise import pool_noise
-from harness.records import UNCOUNTED, Guard, JudgeRules, Past, ProposalState, Role, Standing, Verdict
+from harness.records import BASELINE, UNCOUNTED, Guard, JudgeRules, Past, ProposalState, Role, Standing, Verdict
 from harness.rows import Configs, Identity, continues, proposal_value, trial_value
 from harness.walk import Repair, Run, failed_replicates, next_step
 
@@ -28,7 +28,9 @@ TOLERANCE = 1e-9
 """Of numbers that come from the same float64 arithmetic, relative and absolute: differences of scores cancel."""
 QUANTILE_TOLERANCE = 1e-6
 """Of probabilities: they come from scipy, whose versions may differ in the last digits."""
-WALKED = ("screen", "repair", "replicate")
+FIRST = ("screen", "repair")
+"""Roles of a walk's first trials."""
+WALKED = (*FIRST, "replicate")
 """Roles of trials that belong to a proposal's walk; controls and canaries come between or beside walks."""
 
 
@@ -123,11 +125,12 @@ def contradicted(connection: sqlite3.Connection, rules: JudgeRules | None, max_r
         max_regression=max_regression,
         continues=continues(study["policy"]),
     )
+    began = _walks(now.trials)
     found = [sentence for node in now.lineage[:1] for sentence in _standing(node, now.trials)]
     for row in connection.execute(
         "SELECT v.*, p.config_digest FROM verdicts v JOIN proposals p ON p.number = v.proposal ORDER BY v.proposal"
     ):
-        found += _verdict(row, now, rules)
+        found += _verdict(row, now, began, rules)
     return found
 
 
@@ -147,16 +150,16 @@ def _standing(node: sqlite3.Row, trials: Sequence[sqlite3.Row]) -> Iterator[str]
         yield f"node {node['node']} stands on trial {node['trial']}, but the first that counts is trial {first['id']}"
 
 
-def _verdict(row: sqlite3.Row, now: Moment, rules: JudgeRules | None) -> Iterator[str]:
+def _verdict(row: sqlite3.Row, now: Moment, began: Mapping[int, int], rules: JudgeRules | None) -> Iterator[str]:
     number = row["proposal"]
-    incumbent = max((node["node"] for node in now.lineage if node["node"] < number), default=None)
+    if number not in began:
+        yield f"proposal {number} was {row['decision']}, but none of its trials is there"
+        return
+    incumbent = next((node["node"] for node in reversed(_before(number, now.lineage, "node", began))), None)
     if incumbent is None or incumbent != row["against"]:
         yield f"the verdict on proposal {number} is against node {row['against']}, but the incumbent was {incumbent}"
         return
-    moments = _moments(number, now)
-    if not moments:
-        yield f"proposal {number} was {row['decision']}, but none of its trials is there"
-        return
+    moments = _moments(number, now, began)
     for node in now.lineage:
         if node["node"] == number:
             yield from _standing(node, moments[0].trials)
@@ -176,19 +179,35 @@ def _verdict(row: sqlite3.Row, now: Moment, rules: JudgeRules | None) -> Iterato
             yield f"proposal {number} was {row['decision']}, but by the rules and its trials it {said_now}"
 
 
-def _moments(number: int, now: Moment) -> list[Moment]:
+def _walks(trials: Sequence[sqlite3.Row]) -> dict[int, int]:
+    """Return the first trial of every proposal's walk: their order is that of the walks.
+
+    The proposals' numbers are not in it: one from outside goes before those that wait.
+    """
+    began: dict[int, int] = {}
+    for trial in trials:
+        if trial["role"] in FIRST and trial["proposal"] is not None:
+            began.setdefault(trial["proposal"], trial["id"])
+    return began
+
+
+def _before(number: int, rows: Sequence[sqlite3.Row], key: str, began: Mapping[int, int]) -> list[sqlite3.Row]:
+    """Return the rows of proposals that were walked before one; the baseline's node, which nobody proposed, too."""
+    return [row for row in rows if row[key] == BASELINE or began.get(row[key], math.inf) < began[number]]
+
+
+def _moments(number: int, now: Moment, began: Mapping[int, int]) -> list[Moment]:
     """Return the moments at which a proposal can have been decided: after its walk, before the next one."""
-    later = (t["id"] for t in now.trials if t["role"] in WALKED and (t["proposal"] or 0) > number)
+    later = (first for first in began.values() if first > began[number])
     end = min(later, default=len(now.trials) + 1)
     before = [t for t in now.trials if t["id"] < end]
-    if not any(t["role"] in WALKED and t["proposal"] == number for t in before):
-        return []
     walked = max(t["id"] for t in before if t["role"] in WALKED)
+    own = next(proposal for proposal in now.proposals if proposal["number"] == number)
     return [
         Moment(
             trials=[t for t in before if t["id"] <= last],
-            proposals=[p for p in now.proposals if p["number"] <= number],
-            lineage=[node for node in now.lineage if node["node"] < number],
+            proposals=[*_before(number, now.proposals, "number", began), own],
+            lineage=_before(number, now.lineage, "node", began),
             budget=now.budget,
             max_regression=now.max_regression,
             continues=now.continues,

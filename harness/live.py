@@ -29,7 +29,7 @@ from harness.queries import Reader
 from harness.records import CurvePoint, Past, Trial
 from harness.report import words
 from harness.report.summary import Facts, gather, level, warnings
-from harness.report.table import STYLES, reference
+from harness.report.table import STYLES, reference, to_beat
 from harness.view import View
 
 VERDICTS = 6
@@ -232,6 +232,8 @@ def board(
         score = words.plus_minus(words.score(found.score), found.standard_error) + words.beside(None, found.accuracy)
         style = "bold green" if name == "best" and found.node else ""
         scores.add_row(name, Text(f"{score}  (mean of {words.count(found.replicates, 'trial')}{who})", style=style))
+    if facts.continues:
+        scores.add_row("to beat", to_beat(facts))
     if facts.noise is not None:
         scores.add_row("noise", f"{facts.noise.standard_deviation:.4f} {words.metric(facts.study)} between seeds")
     scores.add_row("so far", total)

@@ -277,7 +277,8 @@ class Loop:
         if len(failed) >= FAILURES_BEFORE_CANARY:
             raise StoppedEarly(
                 f"{words.node(incumbent.node)}, continued from its own checkpoint, failed on {len(failed)} seeds: there"
-                " is nothing to compare a change with"
+                " is nothing to compare a change with; `overnight init --from` makes a study with that config as its"
+                " baseline"
             )
         replicate = next(number for number in itertools.count() if number not in failed | incumbent.continued.keys())
         return _control(incumbent, replicate)

@@ -246,6 +246,8 @@ def purpose(trial: Trial) -> str:
             return f"baseline, replicate {trial.replicate}"
         case Role.SCREEN:
             return f"{owner}, screening"
+        case Role.CONTROL | Role.REPLICATE if trial.start is not None and trial.start == (trial.proposal or BASELINE):
+            return f"{owner} continued from its checkpoint, replicate {trial.replicate}"
         case Role.FINAL:
             return f"{owner}, full run" if is_full_run(trial) else f"{owner}, replayed as replicate {trial.replicate}"
         case _:

@@ -262,6 +262,22 @@ def test_a_hand_proposal_goes_before_one_that_was_made_ahead(drive: Callable[...
     assert [past.proposal.diff for past in order] == [WORSE, BETTER, {"optim.beta1": 0.8}]
 
 
+@pytest.mark.parametrize("kind", ["night", "continued_night"])
+def test_a_verdict_is_held_against_the_incumbent_of_its_turn(kind: str, request: pytest.FixtureRequest) -> None:
+    """An outside proposal that overtook a waiting one and was kept is what the latter is judged against."""
+    made = request.getfixturevalue(kind)
+    for diff, outside in ((WORSE | {"batch.per_device": 8}, False), (BETTER, True)):
+        made.ledger.queue(Proposal(diff=diff, source="script", rationale="why", watch="what"), outside=outside)
+    made.ledger.close()
+    night = Drive(made.study.paths, made.launcher, Script({}, {}))
+    night.run()
+    first, second = night.past()
+    assert second.verdict is not None
+    assert second.verdict.decision is Decision.KEPT
+    assert first.trials[0].id > second.trials[-1].id
+    assert first.parent == second.number
+
+
 def test_a_condition_to_give_up_reaches_the_screening_run_only(drive: Callable[..., Drive]) -> None:
     """The order of the first trial carries it, those of the replicates do not; what it ends is a row with a reason."""
     night = drive()
