@@ -126,6 +126,10 @@ class Held:
         return round(self.estimate.observable_bytes * self.correction.ratio)
 
 
+PAGED_PREFIX = "paged_"
+"""Optimizers whose states are paged; the rest of the name is that of the same one without."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauge:
     """Estimates for the configs of one study on one device, corrected by what its trials showed."""
@@ -169,7 +173,12 @@ class Gauge:
         return estimate(config, vocabulary=self.vocabulary, base=self.base, on_gpu=self.on_gpu, lengths=self.lengths)
 
     def misfit(self, config: TrialConfig) -> str | None:
-        """Say why a config cannot fit the device; None where it may."""
+        """Say why a config cannot run on the device; None where it may."""
+        if not self.on_gpu and config.optim.name.startswith(PAGED_PREFIX):
+            return (
+                f"optim.name {config.optim.name!r} moves its states between GPU and host, and there is no GPU:"
+                f" take {config.optim.name.removeprefix(PAGED_PREFIX)!r}"
+            )
         return misfit(self.estimate(config), self.memory_bytes, self.correction)
 
 

@@ -281,7 +281,8 @@ class Policy(Section):
         diff: dict[str, Value] = {}
         for name, value in proposal.diff.items():
             if name in self.fixed:
-                return Refusal(f"{name} is fixed at {self.fixed[name]!r} by the policy")
+                held = flatten(parent).get(name, self.fixed[name])  # the owner may have set it otherwise for the study
+                return Refusal(f"{name} is fixed at {held!r} by the policy")
             if name not in self.knobs:
                 return Refusal(f"unknown knob {name!r}{nearest(name, self.knobs)}")
             try:

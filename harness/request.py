@@ -20,7 +20,7 @@ from harness import disk, origin
 from harness.base import Base, locate
 from harness.config import Task, TrialConfig, Value, explain
 from harness.errors import BadInput
-from harness.memory import Gauge
+from harness.memory import PAGED_PREFIX, Gauge
 from harness.policy import Policy, find_policy, packaged_policies, too_long
 from harness.sizes import SHORTEST_ROWS, BaseFacts, RowLengths
 from harness.sources import OPTIONS, data_sources, guard_set, pinned
@@ -210,13 +210,23 @@ def _model(request: Request, task: Task) -> str:
 
 
 def _baseline(request: Request, policy: Policy) -> dict[str, Value]:
-    """Return the owner's knobs, and fp32 in the place of bf16 where a CPU would compute that many times slower."""
+    """Return the owner's knobs, and what a CPU computes well in the place of defaults that are a GPU's.
+
+    It computes bf16 many times slower than fp32, and has no memory besides its own to page an optimizer's states to.
+    """
     knobs = dict(request.baseline)
     config = policy.baseline(knobs)
-    if config.precision == "bf16" and "precision" not in knobs and origin.device() == "cpu":
+    if origin.device() != "cpu":
+        return knobs
+    if config.precision == "bf16" and "precision" not in knobs:
         turnable = policy.knobs.get("precision")
         if turnable is None or "fp32" in turnable.choices:
             knobs["precision"] = "fp32"
+    if config.optim.name.startswith(PAGED_PREFIX) and "optim.name" not in knobs:
+        unpaged = config.optim.name.removeprefix(PAGED_PREFIX)
+        optimizer = policy.knobs.get("optim.name")
+        if optimizer is None or unpaged in optimizer.choices:
+            knobs["optim.name"] = unpaged
     return knobs
 
 
@@ -241,6 +251,8 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
     baseline = plan.policy.baseline(plan.baseline)
     if plan.baseline.get("precision") != request.baseline.get("precision"):
         say("Trials compute in fp32: this machine has no GPU, and a CPU computes bf16 many times slower.")
+    if plan.baseline.get("optim.name") != request.baseline.get("optim.name"):
+        say(f"The baseline's optimizer is {baseline.optim.name}: this machine has no GPU to page its states from.")
     if facts is not None:
         vocabulary = facts.vocabulary
     else:

@@ -14,7 +14,7 @@ import pytest
 from frozen.tokens import EncodedSplit
 from harness import base as bases
 from harness import cli, demomodel, hub, origin, request
-from harness.config import TrialConfig, flatten
+from harness.config import TrialConfig, apply, flatten
 from harness.errors import BadInput, OvernightError
 from harness.expectations import expectations
 from harness.jobs.convert import convert
@@ -345,3 +345,16 @@ def test_a_model_of_the_hub_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     study = make(model="org/name", revision="main")
     assert study.base is not None
     assert (study.file.study.model, study.file.study.revision, study.base.revision) == ("org/name", "c" * 40, "c" * 40)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_policy_for_gpus_begins_with_what_a_cpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged states need a GPU: without one the baseline is given the same optimizer unpaged, and is told so."""
+    monkeypatch.setattr("harness.origin.device", lambda: "cpu")
+    said: list[str] = []
+    wanted = {"batch.sequence_length": 256, "batch.per_device": 1, "batch.accumulation": 1}
+    study = make(policy="qlora", baseline=wanted, progress=said.append)
+    assert (study.baseline.optim.name, study.baseline.precision) == ("adamw_8bit", "fp32")
+    assert any("adamw_8bit" in line for line in said)
+    paged = apply(study.baseline, {"optim.name": "paged_adamw"})
+    assert "there is no GPU: take 'adamw'" in (study.gauge([]).misfit(paged) or "")
