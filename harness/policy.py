@@ -18,6 +18,7 @@ import policies
 from frozen.timer import Budget
 from harness.conditions import Conditions, holder
 from harness.config import (
+    MOVING,
     WEIGHT_PREFIX,
     Knob,
     Section,
@@ -36,7 +37,16 @@ from harness.config import (
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
 from harness.records import JudgeRules, Proposal
-from harness.sizes import BaseFacts, RowLengths, flops_per_token, least_positions, narrowest_row, packs, rows_each
+from harness.sizes import (
+    BaseFacts,
+    Linear,
+    RowLengths,
+    flops_per_token,
+    least_positions,
+    narrowest_row,
+    packs,
+    rows_each,
+)
 from harness.toml import read_toml, refuse_unknown_keys
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
@@ -305,7 +315,8 @@ class Policy(Section):
             return Refusal(
                 f"{len(changed)} knobs changed ({', '.join(changed)}); the policy allows {self.proposals.max_changes}"
             )
-        return too_long(config, base) or self.too_few_steps(config, budget, vocabulary, base, lengths) or config
+        misfit = too_long(config, base) or cannot_begin(config, base)
+        return misfit or self.too_few_steps(config, budget, vocabulary, base, lengths) or config
 
     def too_few_steps(
         self,
@@ -348,6 +359,30 @@ def too_long(config: TrialConfig, base: BaseFacts | None) -> Refusal | None:
     return Refusal(
         f"batch.sequence_length {length} is longer than the {base.context} tokens that {base.name} has positions for"
     )
+
+
+def cannot_begin(config: TrialConfig, base: BaseFacts | None) -> Refusal | None:
+    """Return why an adapter cannot begin with the strongest directions of this base model's weights, or None.
+
+    A matrix has no more directions than its shorter side is long, and PEFT decomposes only such as lie the usual way.
+    """
+    adapter = config.adapter
+    if base is None or adapter is None or config.method != "lora" or adapter.initialisation not in MOVING:
+        return None
+    start = f"adapter.initialisation {adapter.initialisation!r}"
+    if adapter.initialisation == "olora" and base.is_transposed:
+        return Refusal(f"{start} cannot be computed for a {base.architecture}, whose weights lie transposed")
+    thinnest = min(base.adapted(adapter.targets), key=_directions, default=None)
+    if thinnest is None or adapter.rank <= _directions(thinnest):
+        return None
+    return Refusal(
+        f"{start} takes adapter.rank directions out of every weight, and {thinnest.name} ({thinnest.outputs} ×"
+        f" {thinnest.inputs}) has {_directions(thinnest)}: adapter.rank may be at most that, got {adapter.rank}"
+    )
+
+
+def _directions(layer: Linear) -> int:
+    return min(layer.inputs, layer.outputs)
 
 
 def find_policy(name: str) -> Path:

@@ -21,7 +21,7 @@ from harness.base import Base, locate
 from harness.config import Task, TrialConfig, Value, explain
 from harness.errors import BadInput
 from harness.memory import PAGED_PREFIX, Gauge
-from harness.policy import Policy, find_policy, packaged_policies, too_long
+from harness.policy import Policy, cannot_begin, find_policy, packaged_policies, too_long
 from harness.sizes import SHORTEST_ROWS, BaseFacts, RowLengths
 from harness.sources import OPTIONS, data_sources, guard_set, pinned
 from harness.studyfile import (
@@ -264,6 +264,9 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
     longer = too_long(baseline, facts)
     if longer is not None:
         raise BadInput(f"{longer.reason}: --set batch.sequence_length to at most that")
+    refusal = cannot_begin(baseline, facts)
+    if refusal is not None:
+        raise BadInput(f"the baseline does not fit its base model: {refusal.reason}")
     slow = plan.policy.slow_precision(baseline, plan.baseline, origin.device())
     if slow is not None:
         raise BadInput(slow)
