@@ -24,7 +24,7 @@ from harness.locks import driver_lives
 from harness.paths import DEMO, StudyPaths, folder_of, names
 from harness.queries import Reader
 from harness.reading import chosen, console, put
-from harness.records import Guard, unit_of
+from harness.records import BASELINE, Guard, unit_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("format", "column", "subset", "split")
 """Of a data source."""
+NOTHING_KEPT = "The search has kept no change, so its best config is the baseline"
 DEMO_PROPOSALS = 10
 """Proposals that one `overnight run` of the demo decides."""
 
@@ -264,6 +265,8 @@ def replay(arguments: argparse.Namespace) -> int:
         _refuse_too_few_steps(made, budget)
     with screen(out, made.paths, Limits(), plain=False) as view:
         result = replayed(made, budget, view, ablate=arguments.ablate, merge=arguments.merge, cold=arguments.cold)
+    if _is_baseline(made):
+        out.print(f"{NOTHING_KEPT}: what was replayed is the baseline.", soft_wrap=True)
     out.print(_reproduced(result.reproduction), soft_wrap=True)
     for line in _missed(made, result.reproduction):
         out.print(line, soft_wrap=True)
@@ -311,6 +314,13 @@ def _refuse_too_few_steps(made: Study, budget: Budget) -> None:
             raise BadValue(f"the full run is too short, give it a larger budget: {refusal.reason}")
 
 
+def _is_baseline(made: Study) -> bool:
+    """Tell whether nothing was kept, so that the best config is the baseline."""
+    with Reader(made.paths.ledger) as reader:
+        incumbent = reader.incumbent()
+    return incumbent is not None and incumbent.node == BASELINE
+
+
 def _missed(made: Study, shown: Reproduction) -> Iterator[str]:
     """Say which other seeds did not agree: whoever replays until one agrees must not forget the others."""
     with Reader(made.paths.ledger) as reader:
@@ -344,21 +354,25 @@ def _full(result: FullRun, unit: str, guard: GuardSet | None) -> list[str]:
     from harness.report import words
 
     best, baseline = result.best, result.baseline
-    lines = [f"Full run with {result.budget}, node {result.node} beside the baseline, in {unit}:"]
+    is_baseline = result.node == BASELINE
+    what = "of the baseline" if is_baseline else f"node {result.node} beside the baseline"
+    lines = [f"Full run with {result.budget}, {what}, in {unit}:"]
     if result.segments > 1:
         lines.append(
             f"  (the best in {result.segments} segments along the lineage with an equal share each, the baseline in one"
             " piece)"
         )
-    named = (("baseline", baseline), ("best", best))
+    named = (("baseline", baseline),) if is_baseline else (("baseline", baseline), ("best", best))
     for name, scores in named if result.base is None else (("base", result.base), *named):
         val = f"{scores.val:.4f}{words.beside(None, scores.val_accuracy)}"
         holdout = f"{scores.holdout:.4f}{words.beside(None, scores.holdout_accuracy)}"
         lines.append(f"  {name:9} val {val}, holdout {holdout} (trial {scores.trial})")
-    gain = baseline.holdout - best.holdout
-    lines.append(
-        f"  on the holdout the best config is {abs(gain):.4f} {'better' if gain > 0 else 'not better'}; one seed each."
-    )
+    if not is_baseline:
+        gap = words.gap(baseline.holdout - best.holdout)
+        lines.append(f"  on the holdout the best config is {gap} than the baseline; one seed each.")
+    elif result.base is not None:
+        gap = words.gap(result.base.holdout - best.holdout)
+        lines.append(f"  on the holdout the baseline is {gap} than the untouched base; one seed.")
     if guard is not None and result.base is not None and result.base.guard is not None:
         limit = Guard(reference=result.base.guard, max_regression=guard.max_regression)
         lines += [

@@ -28,7 +28,7 @@ from harness.jobs.facts import shapes_of, weight_files
 from harness.sizes import BaseFacts
 from harness.warm import environment
 
-RECIPE = 1
+RECIPE = 2
 """Counts changes of how a base model is prepared; part of the cache's digest."""
 READ_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
               "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",

@@ -93,11 +93,13 @@ def _fail(sentence: str, code: int) -> int:
     return code
 
 
-SOURCES_HELP = """\
+SOURCES = """\
 A SRC is a file, a folder, or a data set on the Hub: hub:ORG/NAME, hub:ORG/NAME@REVISION,
 or a bare ORG/NAME that is no local path. NAME=SRC names it; else its file's name does.
---format, --column, --subset and --split take a VALUE for every source of --data, or
-NAME=VALUE for one (the guard set is called guard):
+--format, --column, --subset and --split take a VALUE for every source, or NAME=VALUE
+for one"""
+INIT_SOURCES = f"""\
+{SOURCES}. VALUE alone is for those of --data; the guard set is called guard:
 
   overnight init chat --policy lora --model org/base --budget 300s \\
       --data mine=rows.jsonl hub:org/chats --format mine=alpaca --split chats=train_sft \\
@@ -175,7 +177,7 @@ def _search_commands(commands: _Commands) -> None:
 def _init_command(commands: _Commands) -> None:
     command = _add(commands, "init", "harness.acting:init", "make a study: prepare and seal base model and data")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.epilog = f"{SOURCES_HELP}\n{EPILOG}"
+    command.epilog = f"{INIT_SOURCES}\n{EPILOG}"
     command.add_argument("study", nargs="?", metavar="STUDY")
     command.add_argument("--from", dest="origin", metavar="OLD", help="a study whose best config is the new baseline")
     command.add_argument("--preset", metavar="NAME", help="a study that many begin with; `--preset list` shows them")
@@ -188,13 +190,7 @@ def _init_command(commands: _Commands) -> None:
     data = command.add_argument_group("data")
     data.add_argument("--data", nargs="+", default=[], metavar="SRC", help="what is trained on and scored")
     data.add_argument("--general", nargs="+", default=[], metavar="SRC", help="general text, trained on only")
-    for name, text in (
-        ("format", "auto, text, jsonl, alpaca, chat, prompt_completion, preference, csv, parquet, saved"),
-        ("column", "field that holds the text"),
-        ("subset", "configuration of a data set on the Hub"),
-        ("split", "split of a data set on the Hub (default: train)"),
-    ):
-        data.add_argument(f"--{name}", action="append", default=[], metavar="[SRC=]VALUE", help=text)
+    _source_options(data)
     score = command.add_argument_group("evaluation")
     score.add_argument("--guard", metavar="SRC", help="general text on which a kept change must not cost too much")
     score.add_argument(
@@ -248,14 +244,25 @@ def _other_commands(commands: _Commands) -> None:
     command.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in the study)")
     _study(_add(commands, "mcp", "harness.acting:mcp", "serve a coding agent over stdio (MCP); it starts this itself"))
     command = _add(commands, "data", "harness.data:data", "what would be made of data: formats, duplicates, samples")
-    command.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or Hub data sets; or NAME=PATH")
-    command.add_argument("--format", default="auto", metavar="F", help="what they hold (default: it is recognised)")
-    command.add_argument("--column", metavar="C", help="field that holds the text, where it is not the usual one")
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = f"{SOURCES}, as for `overnight init`."
+    command.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or Hub data sets; or NAME=SRC")
+    _source_options(command)
     command.add_argument("--task", metavar="T", help="also check that it fits: pretrain, continue, sft, dpo")
     command.add_argument("--model", metavar="FOLDER", help="a model's folder: count tokens, try its chat template")
     _json(command)
     command = _add(commands, "doctor", "harness.doctor:doctor", "what this machine offers a search")
     _json(command)
+
+
+def _source_options(command: argparse._ActionsContainer) -> None:
+    for name, text in (
+        ("format", "auto, text, jsonl, alpaca, chat, prompt_completion, preference, csv, parquet, saved"),
+        ("column", "field that holds the text"),
+        ("subset", "configuration of a data set on the Hub"),
+        ("split", "split of a data set on the Hub (default: train)"),
+    ):
+        command.add_argument(f"--{name}", action="append", default=[], metavar="[SRC=]VALUE", help=text)
 
 
 def _study(command: argparse.ArgumentParser) -> None:

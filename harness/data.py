@@ -23,13 +23,14 @@ from frozen.conversations import Content, Conversation, Kind, canonical, parts_o
 from frozen.corpus import CorpusReport, distinct
 from frozen.encoder import Encoder
 from frozen.encoding import Conversations, encode_conversations, spread
-from frozen.formats import Document, Format, Reading, Source, SourceError, fault_of, look
+from frozen.formats import Document, Reading, Source, SourceError, fault_of, look
 from frozen.pieces import digest_of
 from harness import disk
 from harness.config import Task
 from harness.errors import BadInput
 from harness.reading import console, put
-from harness.studyfile import check_choice, named
+from harness.sources import OPTIONS, as_source, data_sources, refuse_guard_options
+from harness.studyfile import check_choice
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,7 +51,6 @@ KIND_OF_TASK: dict[Task, Kind] = {
     "dpo": "preference",
 }
 NOUNS: dict[Kind, str] = {"text": "texts", "conversation": "conversations", "preference": "preference pairs"}
-_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _JOINER = "\u200d"
 """Format character that emoji are made with; the others can turn a line around."""
 Say = Callable[[str], None]
@@ -72,10 +72,11 @@ class Found:
 
 def data(arguments: argparse.Namespace) -> int:
     """Print what would be made of data; exit code 2 if some of it would be refused."""
-    check_choice("format", arguments.format, get_args(Format))
     if arguments.task is not None:
         check_choice("task", arguments.task, get_args(Task))
-    sources = sources_of(arguments.sources, arguments.format, arguments.column)
+    options = {name: given for name in OPTIONS if (given := getattr(arguments, name))}
+    sources = [as_source(source) for source in data_sources(arguments.sources, (), options)]
+    refuse_guard_options(options)
     try:
         encoder = None if arguments.model is None else Encoder(_folder(arguments.model))
         found = [_look(source, encoder, arguments.task, _say) for source in sources]
@@ -93,25 +94,6 @@ def data(arguments: argparse.Namespace) -> int:
     if faults:
         raise BadInput("; ".join(faults))
     return 0
-
-
-def sources_of(given: Sequence[str], form: Format, column: str | None) -> list[Source]:
-    """Return sources from SRC as on the command line: a path, ``NAME=PATH``, or the id of a Hub data set."""
-    sources: list[Source] = []
-    for text in given:
-        name, place = named(text, {source.name for source in sources})
-        path = Path(place)
-        try:
-            there = path.exists()
-        except (OSError, ValueError):  # too long, or with a NUL
-            there = False
-        if there:
-            sources.append(Source(name, path, format=form, column=column))
-        elif _HUB.fullmatch(place):
-            sources.append(Source(name, None, hub=place, format=form, column=column))
-        else:
-            raise BadInput(f"there is no readable file or folder {place!r}")
-    return sources
 
 
 def _folder(text: str) -> Path:

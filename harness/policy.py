@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 import policies
 from frozen.timer import Budget
 from harness.conditions import Conditions, holder
 from harness.config import (
+    MOVING,
     WEIGHT_PREFIX,
     Knob,
     Section,
@@ -36,7 +37,16 @@ from harness.config import (
 )
 from harness.errors import BadInput, BadValue, UnknownKnob
 from harness.records import JudgeRules, Proposal
-from harness.sizes import BaseFacts, RowLengths, flops_per_token, least_positions, narrowest_row, packs, rows_each
+from harness.sizes import (
+    BaseFacts,
+    Linear,
+    RowLengths,
+    flops_per_token,
+    least_positions,
+    narrowest_row,
+    packs,
+    rows_each,
+)
 from harness.toml import read_toml, refuse_unknown_keys
 
 EVERY_SOURCE = WEIGHT_PREFIX + "*"
@@ -102,6 +112,9 @@ class Policy(Section):
     judge: JudgeRules = JudgeRules()
     stopping: Stopping = Stopping()
     finals: Finals = Finals()
+    _turns_nothing: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Why knobs (or all of a section, with a dot at its end) mean nothing on the study's sources; any policy may name
+    them, and where they do nothing they are left out."""
 
     @classmethod
     def load(cls, path: Path, sources: Sequence[str], general: Sequence[str] = ()) -> Self:
@@ -120,6 +133,7 @@ class Policy(Section):
             raise BadInput('no knobs: a policy needs at least one table [knobs."optim.learning_rate"]')
         try:
             policy = cls.model_validate({**table, "knobs": dict(_named(knobs, sources, general))})
+            policy._turns_nothing = dict(_turning_nothing(sources, general))
             policy._check_names()
             policy._check_weights(sources)
             policy._check_bounds()
@@ -235,13 +249,18 @@ class Policy(Section):
         flat = self.fixed | {name: knob.check(knob.default) for name, knob in self.knobs.items()}
         for name, value in overrides.items():
             if name not in flat:
-                raise UnknownKnob(f"unknown knob {name!r}{nearest(name, flat)}")
+                raise UnknownKnob(self._unknown(name, flat))
             flat[name] = self.knobs[name].check(value) if name in self.knobs else value
         without_meaning = idle(flat, self.knobs)
         for name in overrides:
             if name in without_meaning and flat[name] != self.knobs[name].default:
                 raise BadValue(f"{name} means nothing here: it needs {self.conditions.needs(name, flat)}")
         return unflatten(settled(flat, self.knobs))
+
+    def _unknown(self, name: str, known: Collection[str]) -> str:
+        """Say why there is no such knob: it would turn nothing in this study, or it is mistyped."""
+        why = _reason(name, self._turns_nothing)
+        return f"unknown knob {name!r}{nearest(name, known)}" if why is None else f"{name} means nothing here: {why}"
 
     def slow_precision(self, baseline: TrialConfig, overrides: Collection[str], device: str) -> str | None:
         """Say why a study on a CPU would crawl, and what to do; None where its owner chose the precision, or on a GPU.
@@ -284,7 +303,7 @@ class Policy(Section):
                 held = flatten(parent).get(name, self.fixed[name])  # the owner may have set it otherwise for the study
                 return Refusal(f"{name} is fixed at {held!r} by the policy")
             if name not in self.knobs:
-                return Refusal(f"unknown knob {name!r}{nearest(name, self.knobs)}")
+                return Refusal(self._unknown(name, self.knobs))
             try:
                 diff[name] = self.knobs[name].check(value)
             except BadValue as error:
@@ -305,7 +324,8 @@ class Policy(Section):
             return Refusal(
                 f"{len(changed)} knobs changed ({', '.join(changed)}); the policy allows {self.proposals.max_changes}"
             )
-        return too_long(config, base) or self.too_few_steps(config, budget, vocabulary, base, lengths) or config
+        misfit = too_long(config, base) or cannot_begin(config, base)
+        return misfit or self.too_few_steps(config, budget, vocabulary, base, lengths) or config
 
     def too_few_steps(
         self,
@@ -350,6 +370,30 @@ def too_long(config: TrialConfig, base: BaseFacts | None) -> Refusal | None:
     )
 
 
+def cannot_begin(config: TrialConfig, base: BaseFacts | None) -> Refusal | None:
+    """Return why an adapter cannot begin with the strongest directions of this base model's weights, or None.
+
+    A matrix has no more directions than its shorter side is long, and PEFT decomposes only such as lie the usual way.
+    """
+    adapter = config.adapter
+    if base is None or adapter is None or config.method != "lora" or adapter.initialisation not in MOVING:
+        return None
+    start = f"adapter.initialisation {adapter.initialisation!r}"
+    if adapter.initialisation == "olora" and base.is_transposed:
+        return Refusal(f"{start} cannot be computed for a {base.architecture}, whose weights lie transposed")
+    thinnest = min(base.adapted(adapter.targets), key=_directions, default=None)
+    if thinnest is None or adapter.rank <= _directions(thinnest):
+        return None
+    return Refusal(
+        f"{start} takes adapter.rank directions out of every weight, and {thinnest.name} ({thinnest.outputs} ×"
+        f" {thinnest.inputs}) has {_directions(thinnest)}: adapter.rank may be at most that, got {adapter.rank}"
+    )
+
+
+def _directions(layer: Linear) -> int:
+    return min(layer.inputs, layer.outputs)
+
+
 def find_policy(name: str) -> Path:
     """Return the file of a policy given by its name under ``policies/`` or by a path; `BadInput` lists the names."""
     if name.endswith(".toml") or "/" in name:
@@ -390,21 +434,36 @@ def _named(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each knob's table under its name, without those that turn nothing on these sources.
 
-    A weight for every source where there are several, else none; no temperature for one source alone, and no share of
-    general text without a source of it.
+    One that stands for the weight of every source becomes a knob for each.
     """
+    idle_here = dict(_turning_nothing(sources, general))
     for name, table in knobs.items():
         if not isinstance(table, Mapping):
             raise BadInput(f"knob {name!r} is no table: write [knobs.{name!r}] with quotes around the dotted name")
         refuse_unknown_keys(Knob, table, f"knobs.{name}.")
-        if (name == TEMPERATURE and len(sources) < 2) or (name == GENERAL and not general):
+        if _reason(name, idle_here) is not None:
             continue
         if not name.startswith(WEIGHT_PREFIX):
             yield name, {**table, "name": name}
-        elif len(sources) > 1:
+        else:
             wanted = sources if name == EVERY_SOURCE else [name.removeprefix(WEIGHT_PREFIX)]
             for source in wanted:
                 yield WEIGHT_PREFIX + source, {**table, "name": WEIGHT_PREFIX + source}
+
+
+def _turning_nothing(sources: Sequence[str], general: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what turns nothing on these sources, names or sections with a dot at their end, and why."""
+    if len(sources) < 2:
+        for name in (TEMPERATURE, WEIGHT_PREFIX):
+            yield name, "it says how several sources are mixed, and the study has one"
+    if not general:
+        yield GENERAL, "it is the share of general text, and the study has none (`overnight init --general SRC`)"
+
+
+def _reason(name: str, turns_nothing: Mapping[str, str]) -> str | None:
+    """Return why a knob turns nothing, or None if nothing is known against it."""
+    found = (why for key, why in turns_nothing.items() if name == key or (key.endswith(".") and name.startswith(key)))
+    return next(found, None)
 
 
 def _is_in_every_config(name: str) -> bool:

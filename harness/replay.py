@@ -252,7 +252,8 @@ class Replay:
                 raise CheckFailed(f"trial {trial.id} was scored but its model is gone from {paths.model}")
             before = self._before(standing)
             schedule = f" in {len(before) + 1} segments, one for each config of the lineage" if before else ""
-            self.view.say(f"Full run of the {who}: node {standing.node}, budget {budget}{schedule}.")
+            name = "baseline" if standing.node == BASELINE else who
+            self.view.say(f"Full run of the {name}: node {standing.node}, budget {budget}{schedule}.")
             trial = self.finals.run(
                 standing.config,
                 standing.node,

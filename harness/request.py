@@ -21,9 +21,9 @@ from harness.base import Base, locate
 from harness.config import Task, TrialConfig, Value, explain
 from harness.errors import BadInput
 from harness.memory import PAGED_PREFIX, Gauge
-from harness.policy import Policy, find_policy, packaged_policies, too_long
+from harness.policy import Policy, cannot_begin, find_policy, packaged_policies, too_long
 from harness.sizes import SHORTEST_ROWS, BaseFacts, RowLengths
-from harness.sources import OPTIONS, data_sources, guard_set, pinned
+from harness.sources import data_sources, guard_set, pinned, refuse_guard_options
 from harness.studyfile import (
     FRESH,
     SMALLEST_VOCABULARY,
@@ -240,9 +240,8 @@ def _check_evaluation(request: Request, task: Task) -> None:
         raise BadInput("--max-regression needs --guard SRC, the set on which it is measured")
     if task == "pretrain" and request.general:
         raise BadInput("--general is text against forgetting, and a fresh model has nothing to forget: use --data")
-    unused = [text for key in OPTIONS for text in request.options.get(key, ()) if text.startswith("guard=")]
-    if unused and request.guard is None:
-        raise BadInput(f"{unused[0]} is an option of the guard set, and there is none: --guard SRC")
+    if request.guard is None:
+        refuse_guard_options(request.options, ": --guard SRC")
 
 
 def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda text: None) -> Checked:
@@ -264,6 +263,9 @@ def settle(request: Request, plan: Plan, base: Base | None, say: Say = lambda te
     longer = too_long(baseline, facts)
     if longer is not None:
         raise BadInput(f"{longer.reason}: --set batch.sequence_length to at most that")
+    refusal = cannot_begin(baseline, facts)
+    if refusal is not None:
+        raise BadInput(f"the baseline does not fit its base model: {refusal.reason}")
     slow = plan.policy.slow_precision(baseline, plan.baseline, origin.device())
     if slow is not None:
         raise BadInput(slow)

@@ -35,6 +35,10 @@ LAYER_PARTS: Mapping[Targets, tuple[str, ...]] = {
 value in one) is listed under each."""
 
 
+TRANSPOSED = frozenset({"GPT2LMHeadModel"})
+"""Architectures whose linear layers store inputs before outputs."""
+
+
 class Linear(BaseModel):
     """A linear layer within the blocks of a base model."""
 
@@ -86,6 +90,11 @@ class BaseFacts(BaseModel):
         """Yield the layers that a choice of targets adapts."""
         wanted = frozenset(LAYER_PARTS[targets])
         return (linear for linear in self.linears if wanted & set(linear.parts))
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether its linear layers store inputs before outputs."""
+        return self.architecture in TRANSPOSED
 
     @classmethod
     def read(cls, folder: Path) -> Self:

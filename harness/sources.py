@@ -11,15 +11,15 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from frozen.formats import Source, SourceError, readable_bytes
+from frozen.formats import Format, Source, SourceError, readable_bytes
 from harness import hub
 from harness.config import explain, nearest
 from harness.errors import BadInput
-from harness.studyfile import DataSource, GuardSet, named
+from harness.studyfile import DataSource, GuardSet, check_choice, named
 
 HUB = "hub:"
 GUARD_NAME = "guard"
@@ -143,9 +143,19 @@ def _assigned(
             yield place, value if equals else text
 
 
+def refuse_guard_options(options: Mapping[str, Sequence[str]], remedy: str = " here") -> None:
+    """Raise `BadInput` for an option of the guard set where there is none."""
+    for key in OPTIONS:
+        for text in options.get(key, ()):
+            if text.startswith(f"{GUARD_NAME}="):
+                raise BadInput(f"--{key} {text} is an option of the guard set, and there is none{remedy}")
+
+
 def _with_options(source: DataSource, options: Mapping[str, str]) -> DataSource:
     if not options:
         return source
+    if "format" in options:
+        check_choice(f"source {source.name}: format", options["format"], get_args(Format))
     if source.path is not None and "subset" in options:
         raise BadInput(f"source {source.name} is on this machine: --subset is for data sets on the Hub")
     try:

@@ -28,7 +28,7 @@ from harness.locks import device_lock
 from harness.orders import score_order
 from harness.paths import GUARD, StudyPaths
 from harness.queries import Reader
-from harness.records import Failed, Merged, Scored, Standing, Trained, Trial
+from harness.records import Failed, Merged, Scored, Trained, Trial
 from harness.study import Study, slowest_seconds
 from harness.upgrade import Inspection, Upgrade, inspect
 
@@ -73,18 +73,21 @@ def verify(study: Study, *, scorer: Scorer | None = None) -> list[Finding]:
     with Reader(study.paths.ledger) as reader:
         findings += ledger_findings(study, reader)
         try:
-            recorded, incumbent = reader.checkpoints(), reader.incumbent()
+            recorded = reader.checkpoints()
+            subjects = _subjects(study.paths, reader, recorded)
         except UNREADABLE as error:
             text = f"the lineage cannot be read, so no checkpoint can be held against it: {error}"
             return [*findings, Finding(what="checkpoint", state="failed", text=text)]
         findings += checkpoint_findings(study.paths, recorded)
-        if incumbent is None or incumbent.trial is None:
-            findings.append(Finding(what="score", state="ok", text="nothing is scored yet"))
-        elif any(finding.state == "failed" for finding in findings):
-            text = "the best checkpoint is not scored again: with what is broken above, the number would mean nothing"
-            findings.append(Finding(what="score", state="failed", text=text))
-        else:
-            findings += _rescored(study, reader, incumbent, scorer, found.upgrade)
+    if subjects and any(finding.state == "failed" for finding in findings):
+        text = f"{subjects[0].name} is not scored again: with what is broken above, the number would mean nothing"
+        return [*findings, Finding(what="score", state="failed", text=text)]
+    for subject in subjects:
+        findings += _again(study, subject, scorer, found.upgrade)
+    if not any(subject.weights for subject in subjects):
+        only = ": the untouched base is all that has a score, and the baseline has none" if subjects else ""
+        text = f"nothing that was trained is scored yet{only}"
+        findings.append(Finding(what="score", state="ok", text=text))
     return findings
 
 
@@ -151,21 +154,6 @@ def checkpoint_findings(paths: StudyPaths, recorded: dict[int, str]) -> Iterator
             yield Finding(what="checkpoint", state="ok", text=f"the checkpoint of node {node} is as published")
 
 
-def _rescored(
-    study: Study, reader: Reader, incumbent: Standing, scorer: Scorer | None, upgrade: Upgrade | None
-) -> Iterator[Finding]:
-    """Score the best checkpoint, and the untouched base where there is one, on every split that trials are."""
-    assert incumbent.trial is not None
-    trial, reference = reader.trial(incumbent.trial), reader.reference()
-    digest = reader.checkpoints()[incumbent.node]
-    weights = checkpoints.folder_of(study.paths, incumbent.node, digest)
-    subjects = [_Subject("the best checkpoint", f"node {incumbent.node}, trial {trial.id}", trial, weights)]
-    if reference is not None:
-        subjects.append(_Subject("the untouched base", f"trial {reference.id}", reference, None))
-    for subject in subjects:
-        yield from _again(study, subject, scorer, upgrade)
-
-
 @dataclass(frozen=True, slots=True)
 class _Subject:
     """Something with a score on record."""
@@ -174,6 +162,19 @@ class _Subject:
     where: str
     trial: Trial
     weights: Path | None
+    """None: the untouched base's."""
+
+
+def _subjects(paths: StudyPaths, reader: Reader, recorded: dict[int, str]) -> list[_Subject]:
+    """Return what can be scored again: the best checkpoint, and the untouched base, as far as they have scores."""
+    subjects, incumbent, reference = [], reader.incumbent(), reader.reference()
+    if incumbent is not None and incumbent.trial is not None:
+        trial = reader.trial(incumbent.trial)
+        weights = checkpoints.folder_of(paths, incumbent.node, recorded[incumbent.node])
+        subjects.append(_Subject("the best checkpoint", f"node {incumbent.node}, trial {trial.id}", trial, weights))
+    if reference is not None:
+        subjects.append(_Subject("the untouched base", f"trial {reference.id}", reference, None))
+    return subjects
 
 
 def _again(study: Study, subject: _Subject, scorer: Scorer | None, upgrade: Upgrade | None) -> Iterator[Finding]:

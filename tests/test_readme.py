@@ -67,12 +67,35 @@ def test_links_and_pictures_exist() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_tree_names_real_files() -> None:
-    """Every module that the annotated tree names exists, and no module of frozen is left out."""
-    tree = README[README.index("## The tree") :]
-    named = set(re.findall(r"[a-z_]+\.(?:py|toml|md)\b", tree))
-    there = {
-        path.name for folder in ("frozen", "harness", "agent", "policies") for path in (ROOT / folder).rglob("*.*")
-    }
-    assert named - there == set()
-    assert {path.name for path in (ROOT / "frozen").glob("*.py")} - named - {"__init__.py"} == set()
+PACKAGES = ("frozen", "harness", "agent", "policies")
+
+
+def in_the_tree() -> dict[str, set[str]]:
+    """Return the files that the annotated tree names, by folder: what is indented belongs to the folder above it."""
+    found: dict[str, set[str]] = {}
+    folders: list[str] = []
+    for line in README[README.index("## The tree") :].partition("```\n")[2].partition("```")[0].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = folders[:depth]
+        if head := re.match(r" *([a-z]+)/ ", line):
+            folders.append(head[1])
+        found.setdefault("/".join(folders), set()).update(re.findall(r"\b[a-z_]+\.(?:py|toml|md)\b", line))
+    return found
+
+
+def in_the_checkout() -> dict[str, set[str]]:
+    """Return the files of every package, by folder."""
+    found: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for suffix in ("py", "toml", "md"):
+            for path in (ROOT / package).rglob(f"*.{suffix}"):
+                if path.name != "__init__.py":
+                    found.setdefault(path.parent.relative_to(ROOT).as_posix(), set()).add(path.name)
+    return found
+
+
+def test_the_tree_names_every_file_and_no_other() -> None:
+    """Each under its folder: two modules of one name in different packages are two."""
+    named, there = in_the_tree(), in_the_checkout()
+    assert {"frozen", "harness", "harness/jobs", "harness/report", "agent", "policies"} <= there.keys()
+    assert {folder: files for folder, files in named.items() if files} == there

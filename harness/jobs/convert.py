@@ -13,15 +13,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import BadInput
-from harness.jobs.facts import HEADS, architecture_of, config_of, facts_of, shapes_of
+from harness.jobs.facts import HEADS, architecture_of, config_of, facts_of, shapes_of, weight_files
 from harness.records import Record
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|endoftext|>", "<unk>")
@@ -31,6 +32,8 @@ WHOLE = 1 << 50
 """Bytes of the largest file: a converted model is never cut into shards."""
 BIG_PARAMETERS = 10**9
 """A GGUF file of more is kept in bf16, as such models are published; fp32 would take 4 bytes of each parameter."""
+SHOWN = 5
+"""Names of tensors that a note tells of."""
 SAMPLE = 'In 1984, naïve  users said: "it\'s 3.50 €!"\n\n\tdef f(x):\n        return x**2  # 日本\n'
 """Text on which two ways to load a tokenizer have to agree: digits, accents, runs of spaces, quotes, code."""
 
@@ -51,6 +54,13 @@ class Conversion(Record):
 
 def convert(order: Conversion) -> None:
     """Fill the target; `BadInput` says why the source cannot be a base model."""
+    try:
+        _fill(order)
+    except BadInput as error:  # the target's path is ours, and gone by the time that anybody reads this
+        raise BadInput(str(error).replace(str(order.target), order.name)) from error
+
+
+def _fill(order: Conversion) -> None:
     notes = _from_gguf(order) if order.source.is_file() else _from_folder(order)
     weights = order.target if any(order.target.glob("*.safetensors")) else order.source
     facts = facts_of(
@@ -64,6 +74,9 @@ def convert(order: Conversion) -> None:
 
 def _from_folder(order: Conversion) -> list[str]:
     """Copy config and tokenizer; return what was mended."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     source, target = order.source, order.target
     config = config_of(source)
     architecture_of(source, config)
@@ -73,26 +86,46 @@ def _from_folder(order: Conversion) -> list[str]:
     if (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
     entries, notes = _write_tokenizer(source, target)
-    renamed = _differs(source, config)
-    if renamed is None and entries <= config.vocab_size:
+    with torch.device("meta"):
+        plan: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    kind = type(plan).__name__
+    notes = [*_left_code(source, kind), *notes]
+    absent, extra = _difference(source, plan, config)
+    if not absent and not extra and entries <= config.vocab_size:
+        _refuse_unsound(source, _saved(source))
         return notes
-    model = _loaded(source)
+    model, unused = _loaded(source)
+    _refuse_unsound(source, model.state_dict().items())
     _refuse_full_disk(order, sum(weight.numel() * weight.element_size() for weight in model.parameters()))
     if entries > config.vocab_size:
         notes.append(_resize(model, entries))
-    if renamed is not None:
-        notes.append(f"The weights were saved anew under the names that transformers gives them ({renamed}).")
+    if not absent:
+        unused = extra  # with masks and other constants, which a load passes over in silence
+    if unused:
+        notes.append(f"Left out is what the files hold and a {kind} has no place for: {_some(unused)}.")
+    if absent:
+        notes.append(f"The weights were saved anew under the names that transformers gives them ({_some(absent)}).")
     model.save_pretrained(target, max_shard_size=WHOLE)
     return notes
 
 
-def _differs(source: Path, config: PretrainedConfig) -> str | None:
-    """Return how the files' tensors differ from those of the model, or None; `BadInput` if shapes differ."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def _left_code(source: Path, kind: str) -> Iterator[str]:
+    """Yield what became of the code that a folder brings along, where it names some."""
+    named: set[str] = set()
+    for file in ("config.json", "tokenizer_config.json"):
+        table = _read_json(source / file) if (source / file).is_file() else {}
+        classes = table.get("auto_map") or {}
+        for each in classes.values() if isinstance(classes, dict) else (classes,):
+            named |= {name for name in (each if isinstance(each, list) else [each]) if isinstance(name, str)}
+    if named:
+        yield (
+            f"The model brings code of its own ({_some(named)}), which is not run: it is loaded as transformers' own"
+            f" {kind}. If that code computes anything else, this is another model than its authors'."
+        )
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+
+def _difference(source: Path, model: PreTrainedModel, config: PretrainedConfig) -> tuple[set[str], set[str]]:
+    """Return the names of a model's tensors that no file has, and the files' others; `BadInput` if shapes differ."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = dict(shapes_of(source))
     if config.tie_word_embeddings:
@@ -105,20 +138,51 @@ def _differs(source: Path, config: PretrainedConfig) -> str | None:
         raise BadInput(
             f"{source}: {name} has shape {list(found[name])} in the weights, config.json asks for {list(wanted[name])}"
         )
-    other = sorted(wanted.keys() ^ found.keys())
-    return f"{other[0]} and {len(other) - 1} more" if other else None
+    return wanted.keys() - found.keys(), found.keys() - wanted.keys()
 
 
-def _loaded(source: Path) -> PreTrainedModel:
-    """Return the model with every weight from the files; `BadInput` if some are missing."""
+def _saved(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of every saved tensor, one at a time."""
+    from safetensors import safe_open
+
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                yield name, file.get_tensor(name)
+
+
+def _refuse_unsound(source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `BadInput` if a weight is NaN or infinite: nothing that such a model says could be scored."""
+    for name, tensor in tensors:
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        values = tensor if tensor.element_size() > 1 else tensor.float()  # no arithmetic in eight bits
+        # One pass without a mask as large as the tensor: a NaN is passed on by both.
+        if all(bound.isfinite() for bound in values.aminmax()):
+            continue
+        wrong = int((~values.isfinite()).sum())
+        raise BadInput(
+            f"{source}: {name} holds NaN or infinite values ({wrong} of {values.numel()}), so the model computes"
+            " nothing: get it again"
+        )
+
+
+def _loaded(source: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Return the model with every weight from the files, and what of these it has no place for.
+
+    `BadInput` if some are missing.
+    """
     try:
         return _complete(source, source, dtype="auto", use_safetensors=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise BadInput(f"{source} cannot be loaded: {_line(error)}") from error
 
 
-def _complete(source: Path, folder: Path, **how: Any) -> PreTrainedModel:
-    """Load a model; `BadInput` if the files lack some of its weights, which would then be random."""
+def _complete(source: Path, folder: Path, **how: Any) -> tuple[PreTrainedModel, set[str]]:
+    """Load a model, and return it with the names of what was not used.
+
+    `BadInput` if the files lack some of its weights, which would then be random.
+    """
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True, **how)
@@ -129,7 +193,13 @@ def _complete(source: Path, folder: Path, **how: Any) -> PreTrainedModel:
             f"{source} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}"
             f"{' …' if len(missing) > 3 else ''} ({len(missing)} in all) are not in it"
         )
-    return model
+    return model, set(loaded[1]["unexpected_keys"])
+
+
+def _some(names: Collection[str]) -> str:
+    """Return the first few names in order, and how many more there are."""
+    more = len(names) - SHOWN
+    return ", ".join(sorted(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _resize(model: PreTrainedModel, entries: int) -> str:
@@ -162,9 +232,10 @@ def _from_gguf(order: Conversion) -> list[str]:
     try:
         AutoConfig.from_pretrained(source.parent, gguf_file=source.name)  # says it of an unknown architecture
         tokenizer = _tokenizer(source.parent, gguf_file=source.name)
-        model = _complete(source, source.parent, gguf_file=source.name, dtype=kind)
+        model, unused = _complete(source, source.parent, gguf_file=source.name, dtype=kind)
     except (OSError, ValueError, KeyError, IndexError, TypeError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"{source} cannot be converted: {_line(error)}") from error
+    _refuse_unsound(source, model.state_dict().items())
     config = model.config
     del config.quantization_config  # save_pretrained refuses what it takes for quantized weights
     config.architectures = [type(model).__name__]
@@ -176,6 +247,9 @@ def _from_gguf(order: Conversion) -> list[str]:
         f"Converted from GGUF ({kinds}) to {str(kind).removeprefix('torch.')}: quantized weights stay as coarse as they"
         " were."
     ]
+    if unused:
+        name = type(model).__name__
+        notes.append(f"Left out is what the file holds and a {name} has no place for: {_some(unused)}.")
     tokenizer.save_pretrained(target)
     entries, more = _mend_tokenizer(target)
     if entries > config.vocab_size:
@@ -262,9 +336,7 @@ def _mend_tokenizer(target: Path) -> tuple[int, list[str]]:
         known = [pad for pad in PADS if pad in vocabulary and pad != tokenizer.eos_token]
         pad = next(iter([*known, *filter(None, (tokenizer.unk_token, tokenizer.eos_token))]), None)
         if pad is None:
-            raise BadInput(
-                f"the tokenizer of {target.name} has neither a padding token nor one that could stand for it"
-            )
+            raise BadInput(f"the tokenizer of {target} has neither a padding token nor one that could stand for it")
         # In the tokenizer only: a model whose config names it would keep that token's embedding from being trained.
         _write_json(path, table | {"pad_token": pad})
         notes.append(f"The tokenizer names no padding token: {pad!r}, which it has, is used for padding.")

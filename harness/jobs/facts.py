@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import BadInput
-from harness.sizes import BaseFacts, Linear
+from harness.sizes import TRANSPOSED, BaseFacts, Linear
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,8 +31,6 @@ PARTS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
     )
 )
 """Names of linear layers, first match counts; what matches nothing is ``other``."""
-TRANSPOSED = frozenset({"GPT2LMHeadModel"})
-"""Architectures whose linear layers store inputs before outputs."""
 OUTSIDE = re.compile(r"(embed|wte|wpe|lm_head|embed_out|norm|ln_)")
 """Two-dimensional weights that are no linear layer of a block."""
 

@@ -14,9 +14,9 @@ from harness.conditions import meaningful
 from harness.config import Value, difference, flatten
 from harness.errors import BadInput
 from harness.memory import Held
-from harness.records import CurvePoint, Past, Standing, Trial
+from harness.records import BASELINE, CurvePoint, Past, Standing, Trial
 from harness.report import words
-from harness.report.summary import Facts, ablated, level
+from harness.report.summary import Facts, ablated, from_base, level
 
 
 def ledger(facts: Facts) -> list[dict[str, Any]]:
@@ -96,13 +96,17 @@ def memory(found: Trial, held: Held | None) -> dict[str, Any]:
 
 
 def lineage(facts: Facts) -> list[dict[str, Any]]:
-    """Return the chain from the baseline to the incumbent, each step with its diff and how it was proven."""
+    """Return the chain from the baseline to the incumbent, each step with its diff and how it was proven.
+
+    Where there is an untouched base model that is scored, it comes first, with the role ``reference`` and no node.
+    """
     by_number = {past.number: past for past in facts.past}
     taken_out = ablated(facts)
-    return [
+    steps = [
         _step(facts, standing, by_number.get(standing.node)) | without(taken_out.get(standing.node))
         for standing in facts.best_lineage
     ]
+    return steps if facts.reference is None else [_reference(facts.reference), *steps]
 
 
 def without(step: Step | None) -> dict[str, Any]:
@@ -116,15 +120,39 @@ def without(step: Step | None) -> dict[str, Any]:
     }
 
 
+def _reference(found: Trial) -> dict[str, Any]:
+    """Return the untouched base model as a step of its own; there is no seed in its score, so it has no error."""
+    return {
+        "role": found.role.value,
+        "node": None,
+        "parent": None,
+        "diff": {},
+        "score": found.score,
+        "standard_error": None,
+        "difference_from_base": 0.0,
+        "replicates": 1,
+        "start": None,
+        "score_continued": None,
+        "trial": found.id,
+        "difference": None,
+        "difference_standard_error": None,
+        "rationale": None,
+        "reason": None,
+        "config": None,
+    } | without(None)
+
+
 def _step(facts: Facts, standing: Standing, past: Past | None) -> dict[str, Any]:
     found = level(facts, standing)
     verdict = past.verdict if past is not None else None
     return {
+        "role": "baseline" if standing.node == BASELINE else "kept",
         "node": standing.node,
         "parent": standing.parent,
         "diff": dict(standing.diff),
         "score": None if found is None else found.score,
         "standard_error": None if found is None else found.standard_error,
+        "difference_from_base": from_base(facts, found),
         "replicates": len(standing.scores),
         "start": standing.start,
         "score_continued": None if standing.continued is None else standing.score_to_beat,

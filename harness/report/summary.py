@@ -144,6 +144,13 @@ def level(facts: Facts, standing: Standing | None) -> Level | None:
     )
 
 
+def from_base(facts: Facts, found: Level | None) -> float | None:
+    """Return a config's score minus the untouched base's, negative is better; None where one of them has none."""
+    if found is None or facts.reference is None or facts.reference.score is None:
+        return None
+    return found.score - facts.reference.score
+
+
 def _mean(figures: Sequence[float | None]) -> float | None:
     known = [figure for figure in figures if figure is not None]
     return math.fsum(known) / len(known) if known else None

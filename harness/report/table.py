@@ -23,6 +23,7 @@ from harness.report.summary import (
     Level,
     ablated,
     failed,
+    from_base,
     improvement,
     kept,
     level,
@@ -34,6 +35,7 @@ from harness.report.summary import (
 from harness.rows import Sensed, StudyRow
 
 WITHOUT_NOTE = "without it: what the best config loses on fresh shared seeds; positive: the step still helps."
+BASE_NOTE = "from base: a node's score minus that of the untouched base model; negative is better."
 SCHEDULE_NOTE = (
     "Each node goes on from the checkpoint of the one before it, for one more budget, its learning rate annealing"
     " within it: the lineage is a schedule. difference: against the node before it, continued as long."
@@ -244,16 +246,21 @@ def _difference(past: Past) -> str:
 
 def lineage(facts: Facts, width: int) -> RenderableType:
     """Return the chain from the baseline to the incumbent, then the config that it amounts to."""
+    untouched = facts.reference
     if facts.baseline is None or facts.best is None:
-        return Text("The baseline has no score yet, so there is no lineage.")
+        beside = "" if untouched is None else f" The untouched base scores {reference(facts)}."
+        return Text(f"The baseline has no score yet, so there is no lineage.{beside}")
     taken_out = ablated(facts)
-    columns = ["node", "change", "difference", "score"]
+    columns = ["node", "change", "difference", "score"] + ([] if untouched is None else ["from base"])
     columns += (["without it"] if taken_out else []) + (["why it was kept"] if width >= WIDE else [])
-    table = _rows(*columns, right=("difference", "score"))
-    for name in ("node", "difference", "score"):
+    table = _rows(*columns, right=("difference", "score", "from base"))
+    for name in {"node", "difference", "score", "from base"}.intersection(columns):
         table.columns[columns.index(name)].no_wrap = True
     configs = {standing.node: standing.config for standing in facts.lineage}
     by_number = {past.number: past for past in facts.past}
+    if untouched is not None:
+        first = ("untouched base", "nothing is trained", words.NOTHING, words.score(untouched.score), words.NOTHING)
+        table.add_row(*first, *[words.NOTHING] * (len(columns) - len(first)))
     for standing in facts.best_lineage:
         found, past = level(facts, standing), by_number.get(standing.node)
         parent = None if standing.parent is None else configs[standing.parent]
@@ -263,11 +270,15 @@ def lineage(facts: Facts, width: int) -> RenderableType:
             words.NOTHING if past is None else _difference(past),
             words.NOTHING if found is None else words.plus_minus(words.score(found.score), found.standard_error),
         ]
+        if untouched is not None:
+            cells.append(words.signed(from_base(facts, found)))
         if taken_out:
             cells.append(words.without(taken_out.get(standing.node)))
         cells.append(words.NOTHING if past is None else words.reason(past) or words.NOTHING)
         table.add_row(*cells[: len(columns)])
     note = [Text(WITHOUT_NOTE, style="dim")] if taken_out else []
+    if untouched is not None:
+        note.insert(0, Text(BASE_NOTE, style="dim"))
     if facts.continues:
         note.append(Text(SCHEDULE_NOTE, style="dim"))
     return Group(

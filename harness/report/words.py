@@ -85,6 +85,11 @@ def signed(number: float | None) -> str:
     return f"{MINUS if number < 0 else '+'}{abs(number):.4f}"
 
 
+def gap(gain: float) -> str:
+    """Return how much better or worse something is, to be followed by ``than``."""
+    return f"{abs(gain):.4f} {'better' if gain > 0 else 'worse'}" if abs(gain) >= 0.00005 else "no better"
+
+
 def metric(study: StudyRow) -> str:
     """Return the study's metric as it stands behind a number, with the text that it is taken over if that is a part."""
     return f"{study.metric} of the answers" if study.task == "sft" else study.metric

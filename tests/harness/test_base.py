@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from harness import base as bases
 from harness import hub
@@ -167,13 +170,10 @@ def test_a_cut_cache_is_made_anew(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
     """Weights without the model's prefix and with buffers of old are saved under the names that are its own."""
-    from safetensors.torch import load_file, save_file
-    from torch import ones
-
     folder = make_base(tmp_path / "base", kind="gpt2", template=None, pad=None)
     tensors = load_file(folder / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    save_file(old | {"h.0.attn.bias": ones(1, 1, 8, 8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(old | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>", unk_token="<|endoftext|>")
     base = prepare_base(str(folder), None, tmp_path / "cache", quiet)
     saved = load_file(base.folder / "model.safetensors")
@@ -181,7 +181,8 @@ def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
     assert all((saved[name] == tensors[name]).all() for name in tensors)
     assert base.facts.parameters == sum(tensor.numel() for tensor in tensors.values())
     said = " ".join(base.facts.notes)
-    assert "saved anew" in said
+    assert "saved anew under the names that transformers gives them (transformer.h.0." in said
+    assert "Left out" not in said
     assert "'<|endoftext|>', which it has, is used for padding" in said
     assert "no chat template" in said
     assert json.loads((base.folder / "tokenizer_config.json").read_text())["pad_token"] == "<|endoftext|>"
@@ -191,8 +192,6 @@ def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_a_tokenizer_with_more_entries_than_rows(tmp_path: Path) -> None:
     """The model is widened, the same way every time, and the old rows stay what they were."""
-    from safetensors.torch import load_file
-
     folder = make_base(tmp_path / "base")
     old = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     make_tokenizer(folder, vocabulary=VOCABULARY + 40)
@@ -241,7 +240,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "shape": (lambda folder: edit(folder / "config.json", intermediate_size=48), r"has shape \[.*\] in the weights"),
     "missing": (
         lambda folder: edit(folder / "config.json", num_hidden_layers=3),
-        "lacks weights of a LlamaForCausalLM",
+        r"lacks weights of a LlamaForCausalLM: model\.layers\.2\.input_layernorm\.weight, .*\(9 in all\)",
     ),
     "no tokenizer": (
         lambda folder: [(folder / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")] and None,
@@ -265,6 +264,84 @@ def test_models_that_cannot_be_a_base(tmp_path: Path, what: str) -> None:
     refused(folder, tmp_path / "cache", said)
 
 
+def change(folder: Path, edited: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the saved tensors of a model folder."""
+    tensors = load_file(folder / "model.safetensors")
+    edited(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("wide", [False, True])
+def test_weights_that_are_no_numbers(tmp_path: Path, kind: torch.dtype, value: float, wide: bool) -> None:
+    """One of them, in files that are taken as they are or in a model that is saved anew: the tensor is named."""
+    folder, name = make_base(tmp_path / "base"), "model.layers.1.mlp.down_proj.weight"
+    if wide:
+        make_tokenizer(folder, vocabulary=VOCABULARY + 40)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {each: tensor.to(kind) for each, tensor in tensors.items()}
+        tensors[name][3, 5] = value
+
+    change(folder, spoil)
+    refused(folder, tmp_path / "cache", rf"base: {name} holds NaN or infinite values \(1 of 2048\)")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_gguf_with_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    """The same of a file that is converted."""
+    folder = make_base(tmp_path / "base")
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.full((32,), math.nan)}))
+    path = make_gguf(folder, tmp_path / "small.gguf")
+    refused(path, tmp_path / "cache", r"small\.gguf: model\.norm\.weight holds NaN or infinite values \(32 of 32\)")
+
+
+@pytest.mark.usefixtures("here")
+def test_tensors_that_the_model_has_no_place_for(tmp_path: Path) -> None:
+    """They are left out and named, and nothing is said of names that did not change."""
+    folder = make_base(tmp_path / "base")
+    before = load_file(folder / "model.safetensors")
+    extra = {"value_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary.inv_freq": torch.ones(4)}
+    change(folder, lambda tensors: tensors.update(extra))
+    base = prepare_base(str(folder), None, tmp_path / "cache", quiet)
+    assert base.facts.notes[0] == (
+        "Left out is what the files hold and a LlamaForCausalLM has no place for:"
+        " model.layers.0.self_attn.rotary.inv_freq, value_head.weight."
+    )
+    assert not any("anew" in note for note in base.facts.notes)
+    assert load_file(base.folder / "model.safetensors").keys() == before.keys()
+
+
+@pytest.mark.usefixtures("here")
+def test_tensors_under_other_names_beside_those_without_a_place(tmp_path: Path) -> None:
+    """Both are said, each of its own tensors."""
+    folder = make_base(tmp_path / "base", kind="gpt2")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["value_head.weight"] = torch.ones(3)
+
+    change(folder, rename)
+    notes = prepare_base(str(folder), None, tmp_path / "cache", quiet).facts.notes
+    assert notes[0] == "Left out is what the files hold and a GPT2LMHeadModel has no place for: value_head.weight."
+    assert notes[1].startswith("The weights were saved anew under the names that transformers gives them (transformer.")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"model": {"type": "BPE"}}', "version https://git-lfs"])
+def test_a_bad_tokenizer_is_named_as_its_owner_knows_it(tmp_path: Path, content: str) -> None:
+    """The folder in which the model was being made is gone by then and says nothing to anybody."""
+    folder = make_base(tmp_path / "base")
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(BadInput) as raised:
+        prepare_base(str(folder), None, tmp_path / "cache", quiet)
+    assert str(raised.value).startswith(f"{folder} has no tokenizer that can be loaded: ")
+    assert ".building" not in str(raised.value)
+
+
 @pytest.mark.usefixtures("here")
 def test_code_beside_a_known_model_is_left_behind(tmp_path: Path) -> None:
     """A folder's own code never runs and is not taken over, also where the model needs none."""
@@ -273,6 +350,10 @@ def test_code_beside_a_known_model_is_left_behind(tmp_path: Path) -> None:
     edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]})
     base = prepare_base(str(folder), None, tmp_path / "cache", quiet)
+    assert base.facts.notes[0].startswith(
+        "The model brings code of its own (evil.Config, evil.Model, evil.Tokenizer), which is not run: it is loaded as"
+        " transformers' own LlamaForCausalLM."
+    )
     assert not (tmp_path / "ran").exists()
     assert not list(base.folder.glob("*.py"))
     assert not any("auto_map" in path.read_text() for path in base.folder.glob("*config.json"))
@@ -281,7 +362,6 @@ def test_code_beside_a_known_model_is_left_behind(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_gguf(tmp_path: Path) -> None:
     """The converted model is the one that was written, tensor for tensor, with tokenizer and template."""
-    from safetensors.torch import load_file
     from tokenizers import Tokenizer
 
     folder = make_base(tmp_path / "base", pad=None)
@@ -366,7 +446,6 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_demo_model(tmp_path: Path) -> None:
     """The real file that `make demo-model` installs gives the logits that loading it directly gives."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from harness.demomodel import demo_model

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frozen.conversations import Conversation, Preference, Turn
+from frozen.rows import HubData, Row
 from harness.cli import main
 from harness.data import LONGEST_SAMPLE, SAMPLES, harmless, preview
 from tests.standin import make_tokenizer
@@ -116,7 +117,11 @@ def test_refused_data_is_shown_all_the_same(tmp_path: Path, capsys: pytest.Captu
     ("words", "message"),
     [
         (["nowhere.txt"], "there is no readable file or folder 'nowhere.txt'"),
-        (["x.jsonl", "--format", "chta"], "format 'chta' is not known; did you mean 'chat'"),
+        (["x.jsonl", "--format", "chta"], "source x: format 'chta' is not known; did you mean 'chat'"),
+        (["x.jsonl", "--format", "y=chat"], "there is no source 'y'"),
+        (["x.jsonl", "--subset", "en"], "source x is on this machine: --subset is for data sets on the Hub"),
+        (["x.jsonl", "--split", "guard=test"], "--split guard=test is an option of the guard set, and there is none"),
+        (["hub:a/b/c"], "names no data set on the Hub: write hub:ORG/NAME, or hub:ORG/NAME@REVISION"),
         (["x.jsonl", "--task", "dop"], "task 'dop' is not known; did you mean 'dpo'"),
         (["x.jsonl", "--model", "nowhere"], "there is no folder 'nowhere'"),
         (["x.jsonl", "--model", "."], "has no tokenizer.json"),
@@ -134,6 +139,29 @@ def test_wrong_use_is_one_sentence(
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_data_set_of_the_hub_is_written_as_for_init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its revision, subset and split, and options for one source of several."""
+    asked: list[tuple[str, str | None, str | None, str | None]] = []
+
+    def hub_data(hub: str, revision: str | None, subset: str | None, split: str | None, wanted: Any) -> HubData:
+        asked.append((hub, revision, subset, split))
+        items = (Row(f"{hub}:{number}", talk(number)) for number in range(9))
+        return HubData(items, "c" * 40)
+
+    monkeypatch.setattr("frozen.rows.hub_data", hub_data)
+    path = rows(tmp_path / "x.jsonl", {"body": "a text"}, {"body": "another"})
+    words = ["hub:org/chats@v1", "b=org/more", f"mine={path}", "--split", "chats=train_sft", "--subset", "b=en"]
+    code, out, _ = shown(capsys, *words, "--column", "mine=body", "--json")
+    assert code == 0
+    assert asked == [("org/chats", "v1", None, "train_sft"), ("org/more", None, "en", None)]
+    found = {source["name"]: source for source in json.loads(out)["sources"]}
+    assert found.keys() == {"chats", "b", "mine"}
+    assert (found["chats"]["kind"], found["chats"]["revision"]) == ("conversation", "c" * 40)
+    assert (found["mine"]["kind"], found["mine"]["documents"]) == ("text", 2)
 
 
 def test_several_sources_share_the_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

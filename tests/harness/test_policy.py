@@ -212,6 +212,33 @@ def test_too_few_steps_come_with_the_arithmetic() -> None:
 
 
 POLICY = Policy.load(find_policy("demo"), ["one", "two"])
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("sampling.temperature", "it says how several sources are mixed, and the study has one"),
+        ("sampling.weights.web", "it says how several sources are mixed, and the study has one"),
+        ("sampling.general_fraction", "it is the share of general text, and the study has none (`overnight init --ge"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["lora", "continue"])
+def test_a_knob_that_means_nothing_on_these_sources_is_told_why(name: str, why: str, kind: str) -> None:
+    """It is no mistyped name, and no other one is meant."""
+    policy = Policy.load(find_policy(kind), ["one"])
+    said = f"{name} means nothing here: {why}"
+    with pytest.raises(UnknownKnob) as caught:
+        policy.baseline({name: 0.5})
+    assert str(caught.value).startswith(said)
+    refused = admit(policy, Proposal(diff={name: 0.5}, source="human", rationale="", watch=""))
+    assert isinstance(refused, Refusal)
+    assert refused.reason.startswith(said)
+    mixed = Policy.load(find_policy(kind), ["one", "web"], ["web"])
+    for other in ("sampling.temperatur", "sampling.general_fractio", "sampling.weight.web"):
+        with pytest.raises(UnknownKnob, match="unknown knob"):
+            mixed.baseline({other: 0.5})
+
+
 VALUES = st.one_of(
     st.booleans(), st.integers(-3, 300), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=8)
 )

@@ -81,7 +81,7 @@ def test_options_for_all_and_for_one() -> None:
     ("options", "said"),
     [
         ({"format": ["rowss=chat"]}, "there is no source 'rowss'; did you mean 'rows'?"),
-        ({"format": ["chatt"]}, "source rows: format = 'chatt'"),
+        ({"format": ["chatt"]}, "source rows: format 'chatt' is not known; did you mean 'chat'?"),
         ({"format": ["chat", "alpaca"]}, "--format is given twice for all sources"),
         ({"column": ["rows=a", "rows=b"]}, "--column is given twice for rows"),
         ({"subset": ["x"]}, "--subset is for data sets on the Hub"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from frozen.tokens import EncodedSplit
 from harness import acting, cli
 from harness.audit import audit
 from harness.errors import CheckFailed, WrongUse
+from harness.fullrun import Replayed
 from harness.jobs.job import Job, MergeJob, ScoreJob, TrainJob
 from harness.ledger import Ledger
 from harness.queries import Reader
@@ -34,9 +36,9 @@ LONG = Budget.parse("2Mtok")
 class Won:
     """A finished search of a base model, with hands to replay it."""
 
-    def __init__(self, study: Study, launcher: Any) -> None:
+    def __init__(self, study: Study, launcher: Any, *diffs: dict[str, Any]) -> None:
         self.study, self.launcher = study, launcher
-        Drive(study.paths, launcher, Script(BETTER)).run()
+        Drive(study.paths, launcher, Script(*diffs)).run()
         self.ledger, self.reader = Ledger.open(study.paths.ledger), Reader(study.paths.ledger)
         launcher.orders.clear()
 
@@ -56,8 +58,8 @@ def won(base_study: Callable[..., Study], launcher: Any) -> Iterator[Callable[..
     """Return a maker of finished searches."""
     made: list[Won] = []
 
-    def make(**asked: Any) -> Won:
-        made.append(Won(base_study(**asked), launcher))
+    def make(*diffs: dict[str, Any], **asked: Any) -> Won:
+        made.append(Won(base_study(**asked), launcher, *(diffs or (BETTER,))))
         return made[-1]
 
     yield make
@@ -146,6 +148,39 @@ def test_full_fine_tuning_and_preferences_have_their_own_words(won: Callable[...
     assert (
         lines[1]
         == "  base      val 1.0000, 50.0% of the pairs right, holdout 1.0000, 50.0% of the pairs right (trial 1)"
+    )
+
+
+def test_a_replay_of_nothing_but_the_baseline_says_so(
+    won: Callable[..., Won], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was kept: it is not compared with itself, but with the untouched base."""
+    night = won({"optim.learning_rate": 1e-4})
+    night.replay().reproduce()
+    run = night.replay().full_run(LONG)
+    assert (run.node, run.best, run.base is not None) == (0, run.baseline, True)
+    lines = acting._full(run, "bits", night.study.file.eval.guard)
+    assert lines[0] == "Full run with 2000000tok, of the baseline, in bits:"
+    assert [line.split()[0] for line in lines[1:3]] == ["base", "baseline"]
+    gain = run.base.holdout - run.baseline.holdout
+    assert gain > 0.01
+    assert lines[3] == f"  on the holdout the baseline is {gain:.4f} better than the untouched base; one seed."
+    assert not any("best" in line for line in lines if not line.startswith("Model:"))
+    found = night.replay().reproduced()
+    monkeypatch.setattr("harness.replay.replay", lambda *_, **__: Replayed(reproduction=found, ablation=None, full=run))
+    assert cli.main(["replay", str(night.study.paths.root), "--tokens", "2000000"]) == 0
+    shown = capsys.readouterr().out
+    assert "The search has kept no change, so its best config is the baseline: what was replayed is the" in shown
+    assert "not better" not in shown
+
+
+@pytest.mark.parametrize(("gain", "said"), [(0.01, "0.0100 better"), (-0.01, "0.0100 worse"), (-1e-6, "no better")])
+def test_a_best_config_is_better_worse_or_no_better(won: Callable[..., Won], gain: float, said: str) -> None:
+    """In plain words."""
+    run = won().replay().full_run(LONG)
+    run = dataclasses.replace(run, best=dataclasses.replace(run.best, holdout=run.baseline.holdout - gain))
+    assert f"  on the holdout the best config is {said} than the baseline; one seed each." in acting._full(
+        run, "bits", None
     )
 
 

@@ -399,7 +399,55 @@ def test_preferences_are_scored_in_bits_per_pair(
     assert "accuracy" in compared
 
 
+# --- lineage ---
+
+
+def test_the_lineage_begins_with_the_untouched_base(
+    drive: Callable[..., Drive], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One row above the baseline, and what each node is against it, for people and as JSON."""
+    night = drive(BETTER)
+    root = str(night.paths.root)
+    night.run(Limits(trials=1))
+    assert "no lineage. The untouched base scores 3.0000 bits" in said(capsys, "lineage", root)
+    (only,) = json.loads(said(capsys, "lineage", root, "--json"))
+    assert (only["role"], only["score"]) == ("reference", pytest.approx(3.0))
+    night.run()
+    base, baseline, kept = json.loads(said(capsys, "lineage", root, "--json"))
+    assert base.keys() == baseline.keys() == kept.keys()
+    assert [step["role"] for step in (base, baseline, kept)] == ["reference", "baseline", "kept"]
+    assert [step["node"] for step in (base, baseline, kept)] == [None, 0, 1]
+    assert (base["score"], base["trial"], base["difference_from_base"]) == (pytest.approx(3.0), 1, 0.0)
+    for step in (baseline, kept):
+        assert step["difference_from_base"] == pytest.approx(step["score"] - 3.0)
+        assert step["difference_from_base"] < -0.01
+    shown = said(capsys, "lineage", root)
+    assert "untouched base nothing is trained – 3.0000 –" in shown
+    for step in (baseline, kept):
+        assert f" \N{MINUS SIGN}{-step['difference_from_base']:.4f} " in shown
+    assert shown.index("untouched base") < shown.index("the owner's config") < shown.index("p1")
+
+
 # --- verify ---
+
+
+def test_verify_says_what_is_scored_and_what_is_not(drive: Callable[..., Drive], launcher: Any) -> None:
+    """Before the baseline has a score, the untouched base is measured again, and that nothing else is, is said."""
+    night = drive(BETTER)
+    texts = [finding.text for finding in verify(load(night.paths.root), scorer=launcher) if finding.what == "score"]
+    assert texts == ["nothing that was trained is scored yet"]
+    night.run(Limits(trials=1))
+    findings = verify(load(night.paths.root), scorer=launcher)
+    assert all(finding.ok for finding in findings)
+    on_val, on_guard, rest = (finding.text for finding in findings if finding.what == "score")
+    assert on_val.startswith("the untouched base (trial 1) scores 3.00000000 again")
+    assert "on the guard set" in on_guard
+    assert rest == (
+        "nothing that was trained is scored yet: the untouched base is all that has a score, and the baseline has none"
+    )
+    next(night.paths.split("val").iterdir()).unlink()
+    texts = [finding.text for finding in verify(load(night.paths.root), scorer=launcher) if finding.what == "score"]
+    assert texts == ["the untouched base is not scored again: with what is broken above, the number would mean nothing"]
 
 
 @pytest.mark.parametrize("task", ["continue", "sft", "dpo"])
@@ -420,6 +468,7 @@ def test_verify_scores_best_and_base_again_on_both_sets(
         (False, True),
         (True, True),
     ]
+    assert not any("nothing" in text for text in texts)
     launcher.untouched += 1e-3
     wrong = [finding.text for finding in verify(study, scorer=launcher) if not finding.ok]
     assert len(wrong) == 1

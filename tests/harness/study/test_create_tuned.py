@@ -19,6 +19,7 @@ from harness.errors import BadInput, OvernightError
 from harness.expectations import expectations
 from harness.jobs.convert import convert
 from harness.limits import Limits
+from harness.policy import Refusal
 from harness.queries import Reader
 from harness.records import Proposal
 from harness.setup import create
@@ -237,6 +238,65 @@ def test_a_proposal_may_not_outgrow_the_positions_of_the_base() -> None:
         verdict = study.policy.admit(proposal, study.baseline, **asked)
         assert isinstance(verdict, TrialConfig) is fits
         assert fits or "longer than the 512 tokens that base has positions for" in str(verdict)
+
+
+STARTS = """"adapter.targets" = "attention"
+[knobs."adapter.rank"]
+type = "choice"
+choices = [16, 18]
+default = 16
+watch = "loss"
+[knobs."adapter.initialisation"]
+type = "choice"
+choices = ["default", "gaussian", "orthogonal", "pissa", "olora"]
+default = "default"
+watch = "loss"
+[knobs."optim.learning_rate"]"""
+
+
+@pytest.fixture
+def starts(place: Path) -> str:
+    """Return a policy that turns how adapters begin; the base's thinnest layer has 16 outputs."""
+    text = POLICY.format(tasks='["sft"]', precision="fp32", more="").replace('"adapter.targets" = "query_value"\n', "")
+    rank = text.index('[knobs."adapter.rank"]')
+    text = text[:rank] + text[text.index('[knobs."batch.per_device"]') :]
+    (place / "starts.toml").write_text(text.replace('[knobs."optim.learning_rate"]', STARTS))
+    return "starts.toml"
+
+
+@pytest.mark.parametrize("kind", ["default", "gaussian", "orthogonal", "pissa", "olora"])
+def test_an_adapter_begins_with_no_more_directions_than_the_thinnest_layer_has(starts: str, kind: str) -> None:
+    """A proposal costs a refusal and no trial, a baseline no study; what draws its numbers may be wider."""
+    said = (
+        f"adapter.initialisation '{kind}' takes adapter.rank directions out of every weight, and"
+        " model.layers.0.self_attn.k_proj (16 × 32) has 16: adapter.rank may be at most that, got 18"
+    )
+    moves = kind in ("pissa", "olora")
+    study = make(policy=starts)
+    asked = {"budget": study.budget, "vocabulary": study.vocabulary, "base": study.base}
+    for rank in (16, 18):
+        diff = {"adapter.initialisation": kind, "adapter.rank": rank}
+        proposal = Proposal(diff=diff, source="human", rationale="why", watch="loss")
+        verdict = study.policy.admit(proposal, study.baseline, **asked)
+        if kind == "default" and rank == 16:
+            continue  # the baseline itself
+        assert str(verdict) == str(Refusal(said)) if moves and rank == 18 else isinstance(verdict, TrialConfig)
+    wide = {"adapter.initialisation": kind, "adapter.rank": 18}
+    if not moves:
+        assert make("wide", policy=starts, baseline=wide).baseline.adapter.rank == 18
+        return
+    with pytest.raises(BadInput, match="the baseline does not fit its base model") as caught:
+        make("wide", policy=starts, baseline=wide)
+    assert said in str(caught.value)
+    assert not Path("runs/wide").exists()
+
+
+def test_weights_that_lie_transposed_are_not_decomposed(starts: str, place: Path) -> None:
+    """PEFT computes PiSSA of GPT-2, and no OLoRA."""
+    make_base(place / "old", kind="gpt2")
+    make("pissa", policy=starts, model="old", baseline={"adapter.initialisation": "pissa"})
+    with pytest.raises(BadInput, match="'olora' cannot be computed for a GPT2LMHeadModel, whose weights lie transpo"):
+        make("olora", policy=starts, model="old", baseline={"adapter.initialisation": "olora"})
 
 
 @pytest.mark.usefixtures("place")
