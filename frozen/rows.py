@@ -141,7 +141,8 @@ def csv_fields(path: Path) -> list[str]:
 def csv_rows(path: Path, where: str) -> Iterator[Item]:
     """Yield the rows of a CSV file under the names in its first line; a row's place is the line on which it ends.
 
-    The delimiter is the one of comma, semicolon, tab and bar that the first line has most of.
+    The delimiter is the one of comma, semicolon, tab and bar that the first line has most of. Of a row that cannot be
+    read every line is rejected: a quotation mark that is not closed swallows rows up to the next one, or to the end.
     """
     with _csv_reader(path) as reader:
         names: list[str] = next(reader, [])
@@ -151,12 +152,16 @@ def csv_rows(path: Path, where: str) -> Iterator[Item]:
         if len(set(names)) != len(names):
             raise SourceError(f"{path}: two columns have the same name: {', '.join(names)[:80]}")
         while True:
+            first = reader.line_num + 1
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Rejected(f"{where}:{reader.line_num}", f"not CSV: {error}")
+                reason = f"not CSV: {error} in the row that begins on line {first}"
+                if reader.line_num > first:
+                    reason += " (is a quotation mark not closed?)"
+                yield from (Rejected(f"{where}:{line}", reason) for line in range(first, reader.line_num + 1))
                 continue
             place = f"{where}:{reader.line_num}"
             if not values:
