@@ -8,6 +8,7 @@ JSON arrays and the strings of a CSV file's largest field.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -53,6 +54,15 @@ class Row(NamedTuple):
 Item = Row | Rejected
 
 
+UTF_16 = "UTF-16, which is not read: save it as UTF-8"
+
+
+def is_utf_16(path: Path) -> bool:
+    """Tell whether a file begins with UTF-16's byte-order mark, as some shells and spreadsheets write it."""
+    with path.open("rb") as file:
+        return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def json_lines(path: Path, where: str) -> Iterator[Item]:
     """Yield the rows of a file with one JSON value per line; blank lines are none."""
     with path.open("rb") as file:
@@ -80,8 +90,8 @@ def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
 def _json_row(line: bytes, place: str) -> Item:
     try:
         return Row(place, json.loads(line.decode("utf-8-sig")))
-    except UnicodeDecodeError:
-        return Rejected(place, "not UTF-8")
+    except UnicodeDecodeError as error:
+        return Rejected(place, f"not UTF-8: byte {error.start} of the line is 0x{error.object[error.start]:02x}")
     except (ValueError, RecursionError) as error:
         return Rejected(place, f"not JSON: {str(error)[:80]}")
 
