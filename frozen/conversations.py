@@ -341,9 +341,17 @@ def _check_order(turns: list[Turn]) -> None:
 def _prompt_completion(row: Mapping[str, Any], _: str | None) -> Parsed:
     prompt, completion = _field(row, "prompt"), _field(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        turns = _plain_pair(prompt, completion, "completion")
+        turns = _plain_pair(_behind_system(row, prompt), completion, "completion")
         return Parsed(Conversation(turns, plain=True))
-    return _conversation([*_turns_or_text(prompt, "user"), *_turns_or_text(completion, "assistant")])
+    before = _turns_or_text(prompt, "user")
+    if before and before[0].role != "system":
+        before = [*_system(row), *before]
+    return _conversation([*before, *_turns_or_text(completion, "assistant")])
+
+
+def _behind_system(row: Mapping[str, Any], prompt: str) -> str:
+    """Return a bare prompt with the row's system text before it."""
+    return "\n\n".join([*(turn.content for turn in _system(row) if turn.content.strip()), prompt])
 
 
 def _plain_pair(prompt: str, answer: str, name: str) -> tuple[Turn, Turn]:
@@ -365,7 +373,7 @@ def _preference(row: Mapping[str, Any], _: str | None) -> Parsed:
     chosen, rejected = _field(row, "chosen"), _field(row, "rejected")
     prompt = next((row[name] for name in ("prompt", "question") if row.get(name)), None)
     if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
-        return Parsed(_different(_plain_preference(prompt, chosen, rejected, list(_system(row)))))
+        return Parsed(_different(_plain_preference(row, prompt, chosen, rejected)))
     sides = [_turns_or_text(side, "assistant") for side in (chosen, rejected)]
     before = [] if prompt is None else [*_system(row), *_turns_or_text(prompt, "user")]
     if len(sides[0]) == len(sides[1]) == 1:
@@ -400,7 +408,7 @@ def _told_apart(prompt: list[Turn], chosen: list[Turn], rejected: list[Turn]) ->
     return Preference(one.turns[:-1], chosen[0].content, rejected[0].content)
 
 
-def _plain_preference(prompt: str | None, chosen: str, rejected: str, system: list[Turn]) -> Preference:
+def _plain_preference(row: Mapping[str, Any], prompt: str | None, chosen: str, rejected: str) -> Preference:
     """Return two texts as a pair; without a prompt of its own it is what both texts begin with."""
     chosen, rejected = _tidy(chosen, "the field 'chosen'"), _tidy(rejected, "the field 'rejected'")
     if prompt is None:
@@ -408,8 +416,7 @@ def _plain_preference(prompt: str | None, chosen: str, rejected: str, system: li
         if not prompt.strip():
             raise Misshapen("no prompt: neither a field 'prompt' nor a text that both answers begin with")
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if system:
-        prompt = f"{system[0].content}\n\n{prompt}"
+    prompt = _behind_system(row, prompt)
     first = _plain_pair(prompt, chosen, "chosen")
     _plain_pair(prompt, rejected, "rejected")
     return Preference(first[:1], chosen, rejected, plain=True)

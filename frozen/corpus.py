@@ -11,7 +11,8 @@ because a model that has trained on half a document knows its names; only a docu
 eighth of the smallest split alone is spread by its pieces.
 
 **Conversations and pairs of answers** are never cut. Those that begin with the same question (the first user turn, but
-for case and white space) go to one split, whatever the answers: a model is not asked in val what it was told in train.
+for case, white space and the signs around its words) go to one split, whatever the answers: a model is not asked in val
+what it was told in train.
 Where so many share a question that they would fill an eighth of the smallest split (a greeting), they are spread; then
 pairs with the same whole prompt still stay together, and a conversation whose first answer is a held-out one's as well
 is dropped from train.

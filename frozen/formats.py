@@ -243,6 +243,11 @@ def _file_items(source: Source, path: Path, where: str, reading: Reading, *, cho
         reading.other_files[path.suffix.lower() or "no suffix"] += 1
         return
     reading.containers[container] += 1
+    if container != "parquet" and rows.is_utf_16(path):
+        if container != "text":  # one reason for a whole file of rows: none may be missed for being few
+            raise SourceError(f"source {source.name}: {path} is {rows.UTF_16}")
+        yield Rejected(where, rows.UTF_16)
+        return
     match container:
         case "text":
             yield from _text_item(path, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from frozen.pieces import Kept
 _BOILERPLATE_SHARE = 0.01
 _BOILERPLATE_LEAST = 10
 """Runs of words in more of the conversations' questions than this share and this number are a template's."""
+_SIGNS = "".join(sign for sign in map(chr, range(0x10000)) if unicodedata.category(sign).startswith("P"))
+"""A question with a question mark is the question without one."""
 Drop = Callable[[Kept, str], None]
 """Is told a text that is dropped, and the reason."""
 
@@ -57,7 +60,7 @@ def _sides(content: Conversation | Preference) -> tuple[str, str]:
 
 
 def question_of(content: Content) -> str:
-    """Return what a conversation begins with: its first user turn."""
+    """Return what a conversation begins with: its first user turn, as `key_of` has it."""
     assert not isinstance(content, str)
     turns = content.turns if isinstance(content, Conversation) else content.prompt
     return key_of([next(turn for turn in turns if turn.role == "user")])
@@ -72,8 +75,14 @@ def _exchange(content: Content) -> str | None:
 
 
 def key_of(turns: Iterable[Turn]) -> str:
-    """Return what turns say, but for case and white space; system turns are left out."""
-    return "\0".join(" ".join(turn.content.casefold().split()) for turn in turns if turn.role != "system")
+    """Return what turns say, but for case, white space and the signs around words; system turns are left out."""
+    return "\0".join(_words_of(turn.content) for turn in turns if turn.role != "system")
+
+
+def _words_of(text: str) -> str:
+    words = text.casefold().split()
+    bare = [word for word in (word.strip(_SIGNS) for word in words) if word]
+    return " ".join(bare or words)
 
 
 class Leaks:

@@ -8,6 +8,7 @@ JSON arrays and the strings of a CSV file's largest field.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -53,6 +54,15 @@ class Row(NamedTuple):
 Item = Row | Rejected
 
 
+UTF_16 = "UTF-16, which is not read: save it as UTF-8"
+
+
+def is_utf_16(path: Path) -> bool:
+    """Tell whether a file begins with UTF-16's byte-order mark, as some shells and spreadsheets write it."""
+    with path.open("rb") as file:
+        return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def json_lines(path: Path, where: str) -> Iterator[Item]:
     """Yield the rows of a file with one JSON value per line; blank lines are none."""
     with path.open("rb") as file:
@@ -80,8 +90,8 @@ def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
 def _json_row(line: bytes, place: str) -> Item:
     try:
         return Row(place, json.loads(line.decode("utf-8-sig")))
-    except UnicodeDecodeError:
-        return Rejected(place, "not UTF-8")
+    except UnicodeDecodeError as error:
+        return Rejected(place, f"not UTF-8: byte {error.start} of the line is 0x{error.object[error.start]:02x}")
     except (ValueError, RecursionError) as error:
         return Rejected(place, f"not JSON: {str(error)[:80]}")
 
@@ -141,7 +151,8 @@ def csv_fields(path: Path) -> list[str]:
 def csv_rows(path: Path, where: str) -> Iterator[Item]:
     """Yield the rows of a CSV file under the names in its first line; a row's place is the line on which it ends.
 
-    The delimiter is the one of comma, semicolon, tab and bar that the first line has most of.
+    The delimiter is the one of comma, semicolon, tab and bar that the first line has most of. Of a row that cannot be
+    read every line is rejected: a quotation mark that is not closed swallows rows up to the next one, or to the end.
     """
     with _csv_reader(path) as reader:
         names: list[str] = next(reader, [])
@@ -151,12 +162,16 @@ def csv_rows(path: Path, where: str) -> Iterator[Item]:
         if len(set(names)) != len(names):
             raise SourceError(f"{path}: two columns have the same name: {', '.join(names)[:80]}")
         while True:
+            first = reader.line_num + 1
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Rejected(f"{where}:{reader.line_num}", f"not CSV: {error}")
+                reason = f"not CSV: {error} in the row that begins on line {first}"
+                if reader.line_num > first:
+                    reason += " (is a quotation mark not closed?)"
+                yield from (Rejected(f"{where}:{line}", reason) for line in range(first, reader.line_num + 1))
                 continue
             place = f"{where}:{reader.line_num}"
             if not values:

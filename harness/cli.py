@@ -301,7 +301,7 @@ def _amount(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of dollars")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
     return number
 
 

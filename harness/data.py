@@ -184,7 +184,7 @@ def _characters(reading: Reading) -> list[int]:
 
 def _reasons(reading: Reading) -> list[tuple[str, int]]:
     """Return reasons and counts, most frequent first; what differs from row to row only in a number is one reason."""
-    return Counter(re.sub(r"\d+", "N", item.reason) for item in reading.rejected).most_common()
+    return Counter(re.sub(r"(?<![\w-])\d+\b", "N", item.reason) for item in reading.rejected).most_common()
 
 
 def _duplicates(name: str, report: CorpusReport) -> dict[str, int]:

@@ -105,6 +105,8 @@ class Plan:
     baseline: Mapping[str, Value]
     text_bytes: int
     """Size of the sources on the disk; on the Hub, of its files, which may be compressed."""
+    general_bytes: int
+    """Those of them that are of general text: no part of any split but train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +162,7 @@ def check(request: Request) -> Plan:
         guard=guard,
         baseline=baseline,
         text_bytes=text_bytes,
+        general_bytes=sum(size for source, size in found if source.general),
     )
 
 
@@ -343,8 +346,8 @@ def _vocabulary(text_bytes: int) -> int:
 def _evaluation(plan: Plan, baseline: TrialConfig, base: BaseFacts | None) -> Evaluation:
     """Derive the evaluation's constants: a tenth of the data for val and for holdout each, the baseline's context.
 
-    Files on the Hub may be compressed or hold other subsets: there, a twentieth. Conversations get enough context to
-    stay whole.
+    General text is in neither, and does not count. Files on the Hub may be compressed or hold other subsets: there, a
+    twentieth. Conversations get enough context to stay whole.
     """
     context = baseline.batch.sequence_length
     if KINDS[plan.task] != "text":
@@ -353,8 +356,8 @@ def _evaluation(plan: Plan, baseline: TrialConfig, base: BaseFacts | None) -> Ev
         context = min(context, base.context)
     on_cpu = origin.device() == "cpu"
     largest = LARGEST_VAL_BYTES_ON_CPU if base is not None and on_cpu else LARGEST_VAL_BYTES
-    share = 20 if any(source.hub is not None for source in plan.sources) else 10
-    val = max(1, min(plan.text_bytes // share, largest))
+    share = 20 if any(source.hub is not None for source in plan.sources if not source.general) else 10
+    val = max(1, min((plan.text_bytes - plan.general_bytes) // share, largest))
     return Evaluation(
         context=context,
         stride=max(1, context // 2),

@@ -95,6 +95,17 @@ def test_a_named_column_decides_the_shape() -> None:
         ("chat", {"messages": [user("\ufeffa\r\nb"), assistant("c\rd")]}, talk("a\nb", "c\nd")),
         ("prompt_completion", {"prompt": "a", "completion": " b"}, talk("a", " b", plain=True)),
         ("prompt_completion", {"prompt": [user("a")], "completion": [assistant("b")]}, talk("a", "b")),
+        ("prompt_completion", {"prompt": "a", "completion": "b", "system": "s"}, talk("s\n\na", "b", plain=True)),
+        (
+            "prompt_completion",
+            {"prompt": [user("a")], "completion": [assistant("b")], "system": "s"},
+            talk("a", "b", first="s"),
+        ),
+        (
+            "prompt_completion",
+            {"prompt": [system("own"), user("a")], "completion": "b", "system": "s"},
+            talk("a", "b", first="own"),
+        ),
         ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}, pair("a", "b", "c", plain=True)),
         (
             "preference",

@@ -127,7 +127,7 @@ def test_a_folder_of_links_says_where_they_lead(tmp_path: Path) -> None:
         ("grüße".encode("latin-1"), "not UTF-8: byte 2 is 0xfc"),
         (b"", "empty"),
         (b"\xef\xbb\xbf \n\t", "empty"),
-        ("text".encode("utf-16"), "binary"),
+        ("text".encode("utf-16"), "UTF-16"),
     ],
 )
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -142,7 +142,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes, reaso
     [
         (b"{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"\xff", "not UTF-8"),
+        (b"\xff", "not UTF-8: byte 0 of the line is 0xff"),
+        (b'{"text": "caf\xe9"}', "not UTF-8: byte 13 of the line is 0xe9"),
         (b'"text"', "expected an object with a field 'text', found str"),
         (b'{"content": "a"}', r"no field 'text' \(it has: content\)"),
         (b'{"text": 3}', "the field 'text' is no string but int"),
@@ -160,6 +161,18 @@ def test_a_few_malformed_rows_are_rejected_and_many_refuse_the_source(tmp_path: 
     assert [item.where for item in reading.rejected] == ["few.jsonl:31"]
     with pytest.raises(SourceError, match=rf"1 of 10 .* malformed \(at most 5% may be\): many\.jsonl:10: {reason}"):
         read(Source("one", many))
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.csv"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_is_named_as_what_it_is(tmp_path: Path, name: str, encoding: str) -> None:
+    """As some spreadsheets and shells write it: refused as a whole, with what to do."""
+    text = rows(*good(30)) if name != "x.csv" else "text\n" + "a\n" * 30
+    (tmp_path / name).write_bytes(
+        ("\ufeff" if encoding == "utf-16-be" else "").encode(encoding) + text.encode(encoding)
+    )
+    with pytest.raises(SourceError, match=rf"{name}:? (is )?UTF-16, which is not read: save it as UTF-8"):
+        read(Source("one", tmp_path / name, format="csv" if name == "x.csv" else "auto"))
 
 
 def test_empty_rows_are_rejected_but_not_malformed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from frozen.conversations import Conversation, Preference, Turn, parse
 from frozen.corpus import SPLITS, SplitSizes, split_corpus
 from frozen.encoder import Encoder
 from frozen.formats import Document, Source, SourceError
+from frozen.leaks import key_of
 from frozen.tokens import (
     ANSWER,
     CONTEXT,
@@ -328,6 +329,34 @@ def test_one_question_is_in_one_split() -> None:
     ]
     assert sum(map(len, splits.values())) == 80
     assert sum(map(len, seen)) == 40
+
+
+def test_a_question_is_the_same_whatever_its_signs() -> None:
+    """With or without the question mark, a comma or quotation marks: no split asks what another one tells."""
+    several = [
+        asked(question, prose(100 * number + answer, 30))
+        for number in range(40)
+        for answer, question in enumerate(
+            (prose(7000 + number, 12), f"“{prose(7000 + number, 12).replace(' ', ', ', 1)}” ?!")
+        )
+    ]
+    splits = split_corpus(several, SIZES).splits
+    seen = [
+        {
+            whole(Document("", kept.content)).turns[0].content.replace(",", "").strip("“”?! ").casefold()
+            for kept in texts
+        }
+        for texts in splits.values()
+    ]
+    assert sum(map(len, splits.values())) == 80
+    assert sum(map(len, seen)) == 40
+
+
+def test_what_is_only_signs_keeps_them() -> None:
+    """Two questions without a word are two questions."""
+    assert key_of([Turn("user", "?")]) != key_of([Turn("user", "!")])
+    assert key_of([Turn("user", "What is 2+3?")]) == key_of([Turn("user", "what is 2+3")])
+    assert key_of([Turn("user", "What is 2+3?")]) != key_of([Turn("user", "What is 2-3?")])
 
 
 def test_a_question_that_many_share_is_spread() -> None:

@@ -164,6 +164,16 @@ def test_broken_csv_rows_cost_themselves(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("fault", ['q3,"a3', '"q3,a3'])
+def test_a_quotation_mark_that_is_not_closed_costs_every_line_it_swallows(tmp_path: Path, fault: str) -> None:
+    """Else one sign takes half of a file away, and counts as one malformed row."""
+    lines = [f"q{number},a{number}" for number in range(40)]
+    lines[3] = fault
+    path = write(tmp_path / "x.csv", "prompt,completion\n" + "\n".join(lines) + "\n")
+    with pytest.raises(SourceError, match=r"37 of 40 documents .* x\.csv:5: not CSV: .* begins on line 5"):
+        read(Source("one", path))
+
+
 def test_csv_fields_may_be_large(tmp_path: Path) -> None:
     """The library's limit of 128 kB is lifted for the file alone."""
     import csv

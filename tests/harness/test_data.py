@@ -59,6 +59,17 @@ def test_what_was_understood_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert shown(capsys, path)[1] == out
 
 
+def test_reasons_that_differ_in_a_number_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But the number in a name belongs to it."""
+    path = rows(tmp_path / "talks.jsonl", *map(talk, range(60)), {"messages": [{}]}, {"messages": [talk(1), {}]})
+    path.write_bytes(path.read_bytes() + b'{"text": "\xe9"}\n')
+    _, source = document(capsys, path)
+    assert source["reasons"] == {
+        "message N has no 'role' (or 'from')": 2,
+        "not UTF-8: byte N of the line is 0xe9": 1,
+    }
+
+
 def test_the_document_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --json, one document and nothing else."""
     path = rows(tmp_path / "talks.jsonl", *map(talk, range(60)), {"messages": []})

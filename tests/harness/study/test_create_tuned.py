@@ -143,6 +143,16 @@ def test_a_study_on_a_base_model_is_whole() -> None:
 
 
 @pytest.mark.usefixtures("place")
+def test_general_text_asks_for_no_larger_splits() -> None:
+    """It is in none of them, and is often many times the data: a tenth of it may be more than there is to score."""
+    said = [" ".join(f"{i * i} and {i * j}" for j in range(300)) for i in range(1000, 1100)]
+    Path("web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in said))
+    alone, beside = make("alone"), make("beside", general=["web.jsonl"])
+    assert beside.file.eval.val_bytes == alone.file.eval.val_bytes
+    assert EncodedSplit.load(beside.paths.split("train")).general == ("web",)
+
+
+@pytest.mark.usefixtures("place")
 def test_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text further, answers, preferences: with general text and a guard set where they mean something."""
     further = make(
