@@ -15,7 +15,7 @@ from harness.errors import BadInput
 from harness.locks import driver_lives
 from harness.paths import StudyPaths, find, names
 from harness.queries import Reader
-from harness.records import Trial
+from harness.records import Role, Trial
 from harness.report import documents, summary
 
 if TYPE_CHECKING:
@@ -137,16 +137,16 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _held(paths: StudyPaths, reader: Reader, trial: Trial) -> Held | None:
-    """Return what a trial was expected to hold in memory; None where the study's own files cannot say.
+    """Return what a trial was expected to hold in memory; None where nothing is trained or the study cannot say.
 
-    They are the owner's to edit: a trial is shown whatever became of them (`overnight run` says what is wrong).
+    Its files are the owner's to edit: a trial is shown whatever became of them (`overnight run` says what is wrong).
     """
     from harness.memory import Gauge, Held
     from harness.sizes import BaseFacts
     from harness.study import read_lengths
     from harness.studyfile import FRESH, StudyFile
 
-    if trial.device is None or not paths.study_toml.exists():
+    if trial.role is Role.REFERENCE or trial.device is None or not paths.study_toml.exists():
         return None
     try:
         file = StudyFile.read(paths.study_toml)

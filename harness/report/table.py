@@ -84,7 +84,8 @@ def reference(facts: Facts) -> str | None:
     found = facts.reference
     if found is None:
         return None
-    return f"{words.score(found.score)} {words.metric(facts.study)}{words.beside(found.perplexity, found.accuracy)}"
+    beside = words.beside(found.perplexity, found.accuracy)
+    return f"{words.score(found.score)} {words.metric(facts.study)}{beside}{words.held(found)}"
 
 
 def guard(facts: Facts) -> str | None:
@@ -314,7 +315,7 @@ def total_changes(baseline: Standing, best: Standing) -> dict[str, tuple[str, st
 def trial(
     found: Trial, sensors: Sensed, study: StudyRow, guard: Guard | None, held: Held | None = None
 ) -> RenderableType:
-    """Return one trial: what ran, how it ended, its curve and its config."""
+    """Return one trial: what ran, how it ended, its curve and, where something was trained, its config."""
     table = _pairs()
     seed = "" if found.role is Role.REFERENCE else f", seed {found.seed}, budget {found.budget}"
     table.add_row("trial", f"{found.id}: {words.purpose(found)}{seed}")
@@ -341,7 +342,8 @@ def trial(
         parts += ["", Text("Memory, estimated", style="bold"), _memory(found, held)]
     if found.curve:
         parts += ["", Text("Learning curve", style="bold"), _curve(found, study.metric)]
-    parts += ["", Text("Config", style="bold"), _config(found.config)]
+    if found.role is not Role.REFERENCE:
+        parts += ["", Text("Config", style="bold"), _config(found.config)]
     return Group(*parts)
 
 
@@ -455,7 +457,7 @@ def comparison(found: Comparison, study: StudyRow) -> RenderableType:
         ("parameters", lambda trial: words.value(trial.parameters)),
     ):
         table.add_row(name, of(found.a), of(found.b))
-    before, after = meaningful(found.a.config), meaningful(found.b.config)
+    before, after = ({} if one.role is Role.REFERENCE else meaningful(one.config) for one in (found.a, found.b))
     for knob in found.diff:
         table.add_row(knob, words.value(before.get(knob)), words.value(after.get(knob)), style="bold")
     better = "better" if found.difference < 0 else "worse"

@@ -246,7 +246,7 @@ def purpose(trial: Trial) -> str:
     owner = "baseline" if trial.proposal is None else f"p{trial.proposal}"
     match trial.role:
         case Role.REFERENCE:
-            return "the untouched base model"
+            return f"the untouched base model{held(trial)}"
         case Role.BASELINE:
             return f"baseline, replicate {trial.replicate}"
         case Role.SCREEN:
@@ -257,6 +257,12 @@ def purpose(trial: Trial) -> str:
             return f"{owner}, full run" if is_full_run(trial) else f"{owner}, replayed as replicate {trial.replicate}"
         case _:
             return f"{owner}, {trial.role.value} {trial.replicate}"
+
+
+def held(trial: Trial) -> str:
+    """Return, with a comma before it, how a base model's weights are held that are not held in full."""
+    quantization = trial.config.quantization
+    return "" if quantization == "none" else f", its weights held as {quantization}"
 
 
 def ended(trial: Trial) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from harness.conditions import meaningful
 from harness.config import TrialConfig, Value, apply, flatten
 from harness.policy import Policy, find_policy
-from harness.records import Standing
+from harness.records import Role, Standing
 from harness.report import documents, words
 from harness.report.table import _config, total_changes
 
@@ -86,3 +86,12 @@ def test_a_comparison_leaves_out_what_means_nothing_in_both(make_trial: Any) -> 
     found = documents.compare(facts, one, two, [1.0, 1.0], [0.9, 1.0])
     assert set(found.diff) == {"optim.learning_rate"}
     assert documents.comparison(found)["diff"].keys() == {"optim.learning_rate"}
+
+
+def test_a_base_in_four_bits_is_called_that(make_trial: Any) -> None:
+    """Its score is not that of the weights as they were published."""
+    in_full, coarse = (
+        make_trial(role=Role.REFERENCE, config=apply(ADAPTED, {"quantization": kind})) for kind in ("none", "nf4")
+    )
+    assert words.purpose(in_full) == "the untouched base model"
+    assert words.purpose(coarse) == "the untouched base model, its weights held as nf4"

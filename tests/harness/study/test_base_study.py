@@ -214,7 +214,10 @@ def test_base_baseline_and_best_stand_beside_each_other(
     shown = said(capsys, "show", place, "base")
     assert "1: the untouched base model outcome 3.0000 metric bits per byte of the answers" in shown
     assert "guard 4.0000 bits per byte" in shown
-    assert json.loads(said(capsys, "show", place, "1", "--json"))["guard_score"] == pytest.approx(4.0)
+    for trained in ("Memory, estimated", "Config", "optim.learning_rate"):
+        assert trained not in shown
+    told = json.loads(said(capsys, "show", place, "1", "--json"))
+    assert (told["guard_score"], told["memory"]) == (pytest.approx(4.0), None)
     with Reader(night.paths.ledger) as reader:
         found = gather(reader, driver_lives=False, curves=True)
         text = page(found, night.paths)
@@ -227,8 +230,9 @@ def test_base_baseline_and_best_stand_beside_each_other(
     assert "the best: 2.7" in text
     assert "The untouched base model, before any training: 3.0" in briefing
     assert "bits_per_byte (the answers' total nats" in briefing
-    assert main(["compare", place, "base", "best"]) == 0
-    assert "guard, bits per byte" in capsys.readouterr().out
+    compared = said(capsys, "compare", place, "base", "best")
+    assert "guard, bits per byte" in compared
+    assert "optim.learning_rate – " in compared
 
 
 # --- the guard set ---
