@@ -6,6 +6,7 @@ Its number is the only one that counts: it belongs to the saved file, not to a l
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -63,9 +64,9 @@ def _models(job: ScoreJob, split: EncodedSplit, device: torch.device) -> tuple[S
         assert job.weights is not None
         fresh = load_weights(job.config, job.weights, split.vocabulary, split.separator)
         return None, fresh.to(device, dtype)  # type: ignore[arg-type]  # the stub of `to` knows fewer overloads than the method
+    reference = _reference(job, job.base, split, device) if job.task == "dpo" else None
     model = load_base(job.base, job.config, device, dtype)
     freeze(model)
-    reference = measure(model, split, job.evaluation, device) if job.task == "dpo" else None
     if job.weights is None:
         return reference, model
     if job.config.method == "full":
@@ -73,3 +74,11 @@ def _models(job: ScoreJob, split: EncodedSplit, device: torch.device) -> tuple[S
         return reference, model
     adapted = adapters.load(model, job.config, BaseFacts.read(job.base), job.base, job.weights)
     return reference, adapters.held_in(adapted, dtype, device)
+
+
+def _reference(job: ScoreJob, base: Path, split: EncodedSplit, device: torch.device) -> Score:
+    """Return what the base scores as it is: no config moves what all are compared with, not by holding it in 4 bits."""
+    plain = job.config.model_copy(update={"quantization": "none"})
+    model = load_base(base, plain, device, DTYPES[job.evaluation.precision])
+    freeze(model)
+    return measure(model, split, job.evaluation, device)

@@ -175,6 +175,16 @@ def test_an_untouched_base_wins_half_of_its_pairs(tune: Tune) -> None:
     assert (result.pairs, result.right_pairs, result.accuracy) == (6, 3, 0.5)
 
 
+def test_the_reference_of_pairs_is_the_base_as_it_is(tune: Tune) -> None:
+    """A knob that holds weights in 4 bits cannot move what all configs are compared with: what it costs is seen."""
+    job = tune("dpo", "lora", {"quantization": "nf4", "optim.learning_rate": 1e-8})
+    assert isinstance(train(job, lambda point: None), Trained)
+    hardly_trained = scored(score_of(job))
+    assert abs(hardly_trained.score - 1.0) > 1e-5
+    untouched = scored(score_of(job, untouched=True))
+    assert untouched.score == pytest.approx(1.0, abs=1e-9)
+
+
 # --- merging ----------------------------------------------------------------------------------------------------------
 
 
